@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OverlayFS mounts with metadata-only layers whose file data lies in data-only layers.
+
+What belongs here: the mount and its traps.  What does not: which layers, and making upper and work directories.
+Linux documentation, filesystems/overlayfs: "Metadata only copy up", "Data-only lower layers".
+"""
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from dsecd.linux import mount as mounts
+from dsecd.linux import syscalls
+
+#: More lower layers than this are refused by the kernel.
+MAX_LAYERS = 500
+
+
+def mount(
+    *, lower: Sequence[Path], data: Sequence[Path], upper: Path | None, work: Path | None, fsuid: int | None,
+) -> int:
+    """Stack `lower` (first is on top) over `data` directories under a writable `upper`: a detached mount fd.
+
+    Without `upper` the mount is read-only and needs at least two layers in all.  `fsuid` is the id, outside, that
+    owns upper and work when they are idmapped: OverlayFS keeps the mounter's ids for its own work, and an id that
+    the mapping does not know cannot create files (EOVERFLOW).  Layers must be attached somewhere in the calling
+    thread's mount namespace; they may be detached afterwards.
+    Raises OSError with the kernel's reason; EROFS if the kernel mounted read-only what was to be writable.
+    """
+    options: list[tuple[str, str | None]] = []
+    with contextlib.ExitStack() as stack:
+        def add(key: str, path: Path) -> None:
+            options.append((key, os.fspath(stack.enter_context(mounts.source_path(path)))))
+
+        for path in lower:
+            add("lowerdir+", path)
+        for path in data:
+            add("datadir+", path)
+        if upper is not None and work is not None:
+            add("upperdir", upper)
+            add("workdir", work)
+        elif upper is not None or work is not None:
+            raise ValueError("overlay: upper and work go together")
+        # With a writable upper, metacopy=on refuses redirect_dir=follow (EINVAL); on is not allowed without one.
+        options += [("metacopy", "on"), ("redirect_dir", "on" if upper is not None else "follow")]
+        with _fs_ids(fsuid) if fsuid is not None else contextlib.nullcontext():
+            fd = mounts.new_mount("overlay", source="dsec", options=options)
+    if upper is not None and os.fstatvfs(fd).f_flag & os.ST_RDONLY:
+        # When the kernel cannot create its directory below work, it only notes that in its log and goes on.
+        os.close(fd)
+        text = "mount overlay: the kernel made it read-only (its directory in work could not be created)"
+        raise OSError(errno.EROFS, text, os.fspath(work or ""))
+    return fd
+
+
+@contextlib.contextmanager
+def _fs_ids(uid: int) -> Iterator[None]:
+    """The calling thread acts on files as `uid`, keeping its capabilities, until the block ends."""
+    before = syscalls.prctl(syscalls.PR_GET_SECUREBITS)
+    # Without this the switch to a uid other than 0 takes CAP_DAC_OVERRIDE and its like away.
+    syscalls.prctl(syscalls.PR_SET_SECUREBITS, before | syscalls.SECBIT_NO_SETUID_FIXUP)
+    try:
+        old_gid, old_uid = syscalls.setfsgid(uid), syscalls.setfsuid(uid)
+        try:
+            if syscalls.setfsuid(-1) != uid or syscalls.setfsgid(-1) != uid:
+                raise PermissionError(errno.EPERM, f"setfsuid {uid}: not permitted (CAP_SETUID or CAP_SETGID is missing)")
+            yield
+        finally:
+            syscalls.setfsuid(old_uid)
+            syscalls.setfsgid(old_gid)
+    finally:
+        syscalls.prctl(syscalls.PR_SET_SECUREBITS, before)
