@@ -1,0 +1,507 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The wire types: what requests and responses hold, with their limits.
+
+Here: pydantic models that client and daemon share; unknown fields are refused by name and all errors come at once.
+Not here: routes (``routes.py``), errors (``errors.py``), behaviour.
+
+Units are in the names. Bytes in JSON (``stdout``, ``data``) are base64. Times are UTC.
+"""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime
+from enum import StrEnum
+from typing import Annotated, Any, Literal
+
+from pydantic import Base64Bytes, BaseModel, ConfigDict, Field, StringConstraints, field_validator
+
+MIB = 1 << 20
+
+ID_PATTERN = r"^[a-z0-9][a-z0-9.-]{0,62}$"
+EXEC_ID_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"
+#: name[:tag], name@sha256:digest, sha256:digest or a digest prefix of at least 12 hex digits
+IMAGE_REF_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._/:@+-]{0,254}$"
+
+SandboxId = Annotated[str, StringConstraints(pattern=ID_PATTERN)]
+ExecId = Annotated[str, StringConstraints(pattern=EXEC_ID_PATTERN)]
+ImageRef = Annotated[str, StringConstraints(pattern=IMAGE_REF_PATTERN)]
+Key = Annotated[str, StringConstraints(min_length=1, max_length=128)]
+Label = Annotated[str, StringConstraints(max_length=128)]
+EnvName = Annotated[str, StringConstraints(pattern=r"^[^=\x00]{1,4096}$")]
+EnvValue = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$", max_length=131072)]
+Arg = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$", max_length=131072)]
+GuestPath = Annotated[str, StringConstraints(pattern=r"^/[^\x00]*$", max_length=4096)]
+
+
+class Model(BaseModel):
+    """Base of all wire types: unknown fields are errors, instances are not mutated."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_bytes="base64", val_json_bytes="base64")
+
+
+class OpenModel(BaseModel):
+    """Base of responses: a newer daemon may add fields that an older client ignores."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, ser_json_bytes="base64", val_json_bytes="base64")
+
+
+# --- sandboxes ---------------------------------------------------------------------------------------------------
+
+
+class State(StrEnum):
+    """States of a sandbox. ``delete`` is legal in every one of them."""
+
+    CREATING = "creating"
+    RUNNING = "running"
+    PAUSED = "paused"
+    STOPPED = "stopped"
+    FAILED = "failed"
+    DELETING = "deleting"
+
+
+class Limits(Model):
+    """cgroup v2 limits; each is refused with ``feature-missing`` where the host lacks its controller.
+
+    Source: the kernel's Documentation/admin-guide/cgroup-v2.rst.
+    """
+
+    memory_max_bytes: int | None = Field(None, ge=16 * MIB, le=1 << 46)
+    memory_high_bytes: int | None = Field(None, ge=16 * MIB, le=1 << 46)
+    swap_max_bytes: int | None = Field(None, ge=0, le=1 << 46)
+    cpu_max_permil: int | None = Field(None, ge=1, le=1_000_000, description="1000 is one CPU")
+    cpu_weight: int | None = Field(None, ge=1, le=10000)
+    pids_max: int | None = Field(None, ge=4, le=4_194_304)
+
+
+class SandboxSpec(Model):
+    """What a user asks for."""
+
+    backend: str = Field("container", max_length=32, description="one of the backends `dsecctl host` lists")
+    image: ImageRef = Field(description="the base image")
+    workspace: ImageRef | None = Field(None, description="an image that carries its prefix, /workspace by default")
+    toolkits: tuple[ImageRef, ...] = Field((), max_length=12, description="later ones lie on top")
+    command: tuple[Arg, ...] | None = Field(
+        None, min_length=1, max_length=4096, description="started as exec 'main' on create and start"
+    )
+    env: dict[EnvName, EnvValue] = Field(default_factory=dict, max_length=4096)
+    user: str | None = Field(None, max_length=128, description="default: the image's, else root")
+    workdir: GuestPath | None = Field(None, description="default: the image's, else the user's home")
+    hostname: str | None = Field(None, pattern=r"^[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?$")
+    readonly_root: bool = False
+    tmp_size_bytes: int = Field(256 * MIB, ge=MIB, le=1 << 40, description="/tmp, a tmpfs")
+    shm_size_bytes: int = Field(64 * MIB, ge=64 * 1024, le=1 << 40, description="/dev/shm")
+    network: Literal["none"] = "none"
+    limits: Limits = Limits()
+    labels: dict[Label, Label] = Field(default_factory=dict, max_length=64)
+    ttl_s: float | None = Field(
+        None, gt=0, le=10 * 365 * 86400, description="deleted this long after creation; time paused does not count"
+    )
+
+    @field_validator("labels")
+    @classmethod
+    def _labels_have_names(cls, value: dict[str, str]) -> dict[str, str]:
+        for name in value:
+            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/-]*", name):
+                raise ValueError(f"label name {name!r} must match [A-Za-z0-9][A-Za-z0-9._/-]*")
+        return value
+
+
+class CreateRequest(Model):
+    """Create one sandbox. The same key again returns the first sandbox; with another spec it is a conflict."""
+
+    spec: SandboxSpec
+    id: SandboxId | None = Field(None, description="made by the daemon when absent")
+    idempotency_key: Key | None = None
+
+
+class BatchCreateRequest(Model):
+    """Create many; the operation's result is a list of BatchItem in the order of the items."""
+
+    items: tuple[CreateRequest, ...] = Field(min_length=1, max_length=32768)
+    parallel: int | None = Field(None, ge=1, le=64, description="default: what the host's CPUs suggest")
+
+
+class ErrorBody(OpenModel):
+    """The body of every error response."""
+
+    code: str
+    message: str
+    hint: str | None = None
+    retryable: bool = False
+    details: dict[str, Any] = Field(default_factory=dict)
+    request_id: str | None = None
+
+
+class Sandbox(OpenModel):
+    """One sandbox as the daemon sees it."""
+
+    id: str
+    state: State
+    reason: str | None = Field(None, description="why it is failed or stopped: oom, crash, killed, ttl, user …")
+    spec: SandboxSpec
+    layers: tuple[str, ...] = Field((), description="digests, top first")
+    owner_uid: int
+    created_at: datetime
+    started_at: datetime | None = None
+    expires_at: datetime | None = None
+    off: tuple[str, ...] = Field((), description="default protections this host cannot give, see `dsecctl host`")
+
+
+class BatchItem(OpenModel):
+    """Result of one item of a batch: exactly one of the two is set."""
+
+    sandbox: Sandbox | None = None
+    error: ErrorBody | None = None
+
+
+class SandboxList(OpenModel):
+    sandboxes: tuple[Sandbox, ...]
+    next: str | None = Field(None, description="pass as `after` for the next page")
+
+
+class StopRequest(Model):
+    grace_s: float = Field(5.0, ge=0, le=3600, description="SIGTERM, then this long until SIGKILL")
+
+
+class UpdateRequest(Model):
+    """Change what may change on a live sandbox; absent fields stay."""
+
+    labels: dict[Label, Label] | None = Field(None, max_length=64)
+    ttl_s: float | None = Field(None, gt=0, le=10 * 365 * 86400, description="from now on")
+    limits: Limits | None = None
+
+
+# --- execs -------------------------------------------------------------------------------------------------------
+
+
+class Rlimit(Model):
+    """One resource limit, see prlimit(2); -1 is unlimited."""
+
+    soft: int = Field(ge=-1)
+    hard: int = Field(ge=-1)
+
+
+RlimitName = Literal[
+    "as", "core", "cpu", "data", "fsize", "locks", "memlock", "msgqueue",
+    "nice", "nofile", "nproc", "rss", "rtprio", "rttime", "sigpending", "stack",
+]  # fmt: skip
+
+
+class ExecRequest(Model):
+    """Run one command: argv, no shell."""
+
+    argv: tuple[Arg, ...] = Field(min_length=1, max_length=65536)
+    exec_id: ExecId | None = Field(None, description="made by the client or the daemon; unique in the sandbox")
+    env: dict[EnvName, EnvValue] = Field(default_factory=dict, max_length=4096)
+    cwd: GuestPath | None = None
+    user: str | None = Field(None, max_length=128, description="name or uid, optionally :group")
+    stdin: Base64Bytes | None = Field(None, description="whole input of a buffered exec")
+    pty: bool = False
+    rows: int = Field(24, ge=1, le=65535)
+    cols: int = Field(80, ge=1, le=65535)
+    umask: int = Field(0o022, ge=0, le=0o777)
+    rlimits: dict[RlimitName, Rlimit] = Field(default_factory=dict)
+    timeout_s: float | None = Field(None, gt=0, le=10 * 365 * 86400)
+    idle_timeout_s: float | None = Field(None, gt=0, le=10 * 365 * 86400, description="killed after silence")
+    max_output_bytes: int = Field(8 * MIB, ge=0, le=64 * MIB, description="per stream of a buffered exec")
+    buffer_bytes: int = Field(MIB, ge=4096, le=64 * MIB, description="kept inside for re-attaching, per stream")
+    keep_s: float = Field(600, ge=0, le=30 * 86400, description="output and status kept after the end")
+
+
+class ExecReason(StrEnum):
+    """Why an exec ended."""
+
+    EXITED = "exited"
+    TIMEOUT = "timeout"
+    IDLE_TIMEOUT = "idle-timeout"
+    KILLED = "killed"
+    SHUTDOWN = "shutdown"
+
+
+class ExecInfo(OpenModel):
+    """One exec; the fields after ``running`` are final once it is false."""
+
+    exec_id: str
+    pid: int = Field(description="inside the sandbox")
+    running: bool
+    exit_code: int | None = Field(None, description="None while running or when a signal ended it")
+    signal: int | None = None
+    reason: ExecReason | None = None
+    stdout_bytes: int = Field(0, description="produced so far")
+    stderr_bytes: int = 0
+    stdout_dropped_bytes: int = Field(0, description="left the ring before anybody read them")
+    stderr_dropped_bytes: int = 0
+    cpu_user_us: int = 0
+    cpu_system_us: int = 0
+    max_rss_kib: int = 0
+    started_at: datetime | None = None
+    finished_at: datetime | None = None
+
+
+class ExecResult(ExecInfo):
+    """A finished exec with its output."""
+
+    stdout: Base64Bytes = b""
+    stderr: Base64Bytes = b""
+    stdout_truncated: bool = False
+    stderr_truncated: bool = False
+
+    @property
+    def ok(self) -> bool:
+        return self.exit_code == 0
+
+    @property
+    def returncode(self) -> int:
+        """As Python's subprocess: the exit code, or minus the signal's number."""
+        if self.exit_code is not None:
+            return self.exit_code
+        return -(self.signal or 0)
+
+    @property
+    def text(self) -> str:
+        """stdout as UTF-8, undecodable bytes replaced."""
+        return self.stdout.decode("utf-8", "replace")
+
+
+class ExecList(OpenModel):
+    execs: tuple[ExecInfo, ...]
+
+
+class ExecOutput(OpenModel):
+    """A piece of an exec's output, read without attaching."""
+
+    data: Base64Bytes
+    offset: int = Field(description="of the first byte of data; later than asked when older bytes are gone")
+    end: int = Field(description="offset after the newest byte the sandbox holds")
+    running: bool
+
+
+class SignalRequest(Model):
+    signal: int = Field(ge=1, le=64)
+    tree: bool = Field(False, description="every process of the exec; only SIGKILL")
+
+
+class ResizeRequest(Model):
+    rows: int = Field(ge=1, le=65535)
+    cols: int = Field(ge=1, le=65535)
+
+
+class StreamStart(Model):
+    """First message of an exec WebSocket: start a command, or attach to one."""
+
+    start: ExecRequest | None = None
+    stdin: bool = Field(False, description="the client will send stdin")
+    attach: ExecId | None = None
+    stdout_offset: int = Field(0, ge=0)
+    stderr_offset: int = Field(0, ge=0)
+
+
+# --- files -------------------------------------------------------------------------------------------------------
+
+
+class FileInfo(OpenModel):
+    """stat(2) of a path in a sandbox."""
+
+    name: str
+    type: Literal["file", "directory", "symlink", "fifo", "socket", "char", "block", "unknown"]
+    mode: int = Field(description="permission bits, 07777")
+    uid: int
+    gid: int
+    size_bytes: int
+    mtime_ns: int
+    nlink: int = 1
+    target: str | None = None
+
+
+class FileList(OpenModel):
+    entries: tuple[FileInfo, ...]
+    next: str | None = Field(None, description="pass as `cursor` for the next page")
+
+
+class MkdirRequest(Model):
+    path: GuestPath
+    mode: int = Field(0o777, ge=0, le=0o7777)
+    umask: int = Field(0o022, ge=0, le=0o777)
+    parents: bool = False
+    user: str | None = Field(None, max_length=128)
+
+
+class RenameRequest(Model):
+    path: GuestPath
+    target: GuestPath
+    user: str | None = Field(None, max_length=128)
+
+
+# --- images ------------------------------------------------------------------------------------------------------
+
+
+class ImageConfig(OpenModel):
+    """What an image says about running it (OCI image configuration)."""
+
+    env: tuple[str, ...] = ()
+    user: str = ""
+    workdir: str = ""
+    entrypoint: tuple[str, ...] = ()
+    cmd: tuple[str, ...] = ()
+    labels: dict[str, str] = Field(default_factory=dict)
+
+
+class ImageInfo(OpenModel):
+    digest: str = Field(description="sha256:… of the metadata image: our identity")
+    names: tuple[str, ...] = Field((), description="name:tag")
+    source: str = Field("", description="what it was made from")
+    manifest_digest: str | None = Field(None, description="of the OCI manifest it came from")
+    prefix: str = Field("/", description="where its tree lies")
+    config: ImageConfig = ImageConfig()
+    created_at: datetime
+    entries: int = Field(description="files, directories, links …")
+    size_bytes: int = Field(description="apparent size of all files")
+    metadata_bytes: int = Field(description="size of the EROFS image")
+    objects: int = Field(0, description="distinct contents")
+    objects_new: int = Field(0, description="contents this import added to the store")
+    bytes_new: int = Field(0, description="bytes this import added to the store")
+    held_by: tuple[str, ...] = Field((), description="sandboxes that use it")
+
+
+class ImageList(OpenModel):
+    images: tuple[ImageInfo, ...]
+
+
+SourceKind = Literal["auto", "directory", "rootfs-tar", "docker-archive", "oci-layout", "oci-archive", "registry"]
+
+
+class ImportRequest(Model):
+    """Import an image from a path on the host, or pull one with skopeo (kind ``registry``)."""
+
+    name: ImageRef = Field(description="name[:tag] to give it")
+    source: str = Field(min_length=1, max_length=4096, description="absolute path, or docker://… and the like")
+    kind: SourceKind = "auto"
+    reference: str | None = Field(None, max_length=255, description="which image of an archive that holds several")
+    prefix: GuestPath = Field("/", description="where the tree lies: /workspace, /opt/NAME …")
+    config: ImageConfig | None = Field(None, description="replaces the source's configuration")
+
+
+class BuildDebianRequest(Model):
+    """Build a base image from Debian's archive with mmdebstrap."""
+
+    suite: str = Field(pattern=r"^[a-z0-9][a-z0-9.-]{0,63}$")
+    name: ImageRef | None = Field(None, description="default debian:SUITE")
+    include: tuple[Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9.+:~-]*$", max_length=128)], ...] = Field(
+        (), max_length=1024
+    )
+    variant: Literal["minbase", "apt", "essential", "standard"] = "minbase"
+    mirror: str | None = Field(None, max_length=1024, pattern=r"^(https?|file|copy)://[^\s]+$")
+
+
+class TagRequest(Model):
+    ref: ImageRef
+    name: ImageRef
+
+
+class ImportProgress(OpenModel):
+    phase: str
+    bytes_done: int = 0
+    bytes_total: int | None = None
+    entries: int = 0
+    objects_new: int = 0
+    bytes_new: int = 0
+
+
+# --- operations, events, host ------------------------------------------------------------------------------------
+
+
+class OperationState(StrEnum):
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class Operation(OpenModel):
+    """A job that may take longer than a second; poll it with ``wait_s``."""
+
+    id: str
+    kind: str
+    state: OperationState
+    owner_uid: int
+    created_at: datetime
+    finished_at: datetime | None = None
+    progress: dict[str, Any] = Field(default_factory=dict)
+    result: Any = Field(None, description="by kind: ImageInfo, or a list of BatchItem")
+    error: ErrorBody | None = None
+
+
+class OperationList(OpenModel):
+    operations: tuple[Operation, ...]
+
+
+class Event(OpenModel):
+    """Something that happened; ``seq`` rises by one per event and survives restarts."""
+
+    seq: int
+    at: datetime
+    kind: str = Field(description="sandbox.created, sandbox.running, sandbox.failed, image.imported, daemon.started …")
+    subject: str = Field("", description="sandbox or image it is about")
+    details: dict[str, Any] = Field(default_factory=dict)
+
+
+class EventList(OpenModel):
+    events: tuple[Event, ...]
+    last: int = Field(description="newest sequence number; pass as `since` next time")
+
+
+class FeatureState(OpenModel):
+    name: str
+    works: bool | None = Field(description="None: could not be told")
+    why: str = Field("", description="what dsec uses it for")
+    since: str = Field("", description="first Linux or tool version")
+    detail: str = Field("", description="what is missing, or what was found")
+    hint: str = Field("", description="what to do")
+
+
+class BackendState(OpenModel):
+    name: str
+    works: bool
+    detail: str = ""
+
+
+class HostReport(OpenModel):
+    """What this host is and offers."""
+
+    hostname: str
+    kernel: str
+    machine: str
+    dsec_version: str
+    cpus: int
+    memory_bytes: int
+    memory_available_bytes: int
+    state_dir: str
+    disk_free_bytes: int
+    sandboxes: dict[str, int] = Field(description="count by state")
+    backends: tuple[BackendState, ...]
+    features: tuple[FeatureState, ...]
+
+
+class Finding(OpenModel):
+    """One line of `dsecctl doctor`."""
+
+    check: str
+    ok: bool | None
+    detail: str = ""
+    hint: str = ""
+
+
+class DoctorReport(OpenModel):
+    findings: tuple[Finding, ...]
+
+
+class VersionInfo(OpenModel):
+    version: str
+    api: str = "v1"
+    started_at: datetime
+    generation: int = Field(description="counts the daemon's starts on this state")
+
+
+class Empty(OpenModel):
+    """An empty answer."""
