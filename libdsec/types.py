@@ -9,12 +9,21 @@ Units are in the names. Bytes in JSON (``stdout``, ``data``) are base64. Times a
 
 from __future__ import annotations
 
+import base64
 import re
 from datetime import datetime
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import Base64Bytes, BaseModel, ConfigDict, Field, StringConstraints, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    StringConstraints,
+    WithJsonSchema,
+    field_validator,
+)
 
 MIB = 1 << 20
 
@@ -34,16 +43,28 @@ Arg = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$", max_length=131072)
 GuestPath = Annotated[str, StringConstraints(pattern=r"^/[^\x00]*$", max_length=4096)]
 
 
+def _base64(value: bytes) -> str:
+    return base64.b64encode(value).decode()
+
+
+#: Raw bytes in Python, base64 with the standard alphabet in JSON. (pydantic's own Base64Bytes wants base64 in Python too.)
+Bytes = Annotated[
+    bytes,
+    PlainSerializer(_base64, return_type=str, when_used="json"),
+    WithJsonSchema({"type": "string", "contentEncoding": "base64"}),
+]
+
+
 class Model(BaseModel):
     """Base of all wire types: unknown fields are errors, instances are not mutated."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_bytes="base64", val_json_bytes="base64")
+    model_config = ConfigDict(extra="forbid", frozen=True, val_json_bytes="base64")
 
 
 class OpenModel(BaseModel):
     """Base of responses: a newer daemon may add fields that an older client ignores."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True, ser_json_bytes="base64", val_json_bytes="base64")
+    model_config = ConfigDict(extra="ignore", frozen=True, val_json_bytes="base64")
 
 
 # --- sandboxes ---------------------------------------------------------------------------------------------------
@@ -196,7 +217,7 @@ class ExecRequest(Model):
     env: dict[EnvName, EnvValue] = Field(default_factory=dict, max_length=4096)
     cwd: GuestPath | None = None
     user: str | None = Field(None, max_length=128, description="name or uid, optionally :group")
-    stdin: Base64Bytes | None = Field(None, description="whole input of a buffered exec")
+    stdin: Bytes | None = Field(None, description="whole input of a buffered exec")
     pty: bool = False
     rows: int = Field(24, ge=1, le=65535)
     cols: int = Field(80, ge=1, le=65535)
@@ -242,8 +263,8 @@ class ExecInfo(OpenModel):
 class ExecResult(ExecInfo):
     """A finished exec with its output."""
 
-    stdout: Base64Bytes = b""
-    stderr: Base64Bytes = b""
+    stdout: Bytes = b""
+    stderr: Bytes = b""
     stdout_truncated: bool = False
     stderr_truncated: bool = False
 
@@ -271,7 +292,7 @@ class ExecList(OpenModel):
 class ExecOutput(OpenModel):
     """A piece of an exec's output, read without attaching."""
 
-    data: Base64Bytes
+    data: Bytes
     offset: int = Field(description="of the first byte of data; later than asked when older bytes are gone")
     end: int = Field(description="offset after the newest byte the sandbox holds")
     running: bool
