@@ -266,6 +266,28 @@ def renameat2(old_dirfd: int, old: StrPath, new_dirfd: int, new: StrPath, flags:
     _check(result, "renameat2", old, new)
 
 
+def sched_core_get(pid: int = 0) -> int:
+    """Core scheduling cookie of a process, 0 for none; EINVAL without CONFIG_SCHED_CORE, ENODEV without SMT.
+
+    prctl(2), PR_SCHED_CORE; Linux documentation, admin-guide/hw-vuln/core-scheduling.
+    """
+    cookie = ctypes.c_uint64()
+    prctl(PR_SCHED_CORE, PR_SCHED_CORE_GET, pid, 0, ctypes.addressof(cookie))
+    return cookie.value
+
+
+def clone3_errno_with_bad_cgroup() -> int:
+    """errno of a clone3(2) into a cgroup fd that cannot be open: EBADF where CLONE_INTO_CGROUP is known.
+
+    For the probe alone: it never makes a process, since INT_MAX is above every limit of open files.
+    """
+    # struct clone_args, include/uapi/linux/sched.h: flags, pidfd, child_tid, parent_tid, exit_signal, stack,
+    # stack_size, tls, set_tid, set_tid_size, cgroup
+    args = (ctypes.c_uint64 * 11)(CLONE_INTO_CGROUP, 0, 0, 0, 17, 0, 0, 0, 0, 0, 0x7FFFFFFF)
+    _libc.syscall(ctypes.c_long(435), args, ctypes.c_size_t(ctypes.sizeof(args)))
+    return ctypes.get_errno()
+
+
 def clone_sleeper(flags: int, stack: ctypes.Array[ctypes.c_char], seconds: int) -> int:
     """Clone a child that runs the C library's sleep(seconds) on `stack` and exits; returns its pid.  clone(2).
 
