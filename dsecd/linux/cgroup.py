@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Directories of the cgroup v2 file system: make, delegate, freeze, kill, read, remove.
 
-What belongs here: the files of one cgroup, whatever controllers there are (none is fine).  What does not: which
-limits a sandbox gets and where its cgroup lies.  Linux documentation, admin-guide/cgroup-v2.
+What belongs here: the files of one cgroup, whatever controllers there are (none is fine).  What does not:
+which limits a sandbox gets and where its cgroup lies.  Linux documentation, admin-guide/cgroup-v2.
 
 cgroups vanish at any time, so reading functions answer with nothing for one that is gone; writing ones raise.
 """
@@ -15,7 +15,8 @@ from pathlib import Path
 
 from dsecd.linux import mount as mounts
 
-#: The files whose owner may manage a delegated subtree, beside the directory itself; "Delegation" in the kernel's page.
+#: The files whose owner may manage a delegated subtree, beside the directory itself; "Delegation" in the
+#: kernel's page.
 DELEGATED_FILES = ("cgroup.procs", "cgroup.threads", "cgroup.subtree_control")
 
 _GONE = (errno.ENOENT, errno.ENODEV)
@@ -68,14 +69,20 @@ def controllers(path: Path) -> frozenset[str]:
 
 
 def enable(path: Path, names: frozenset[str]) -> None:
-    """Enable controllers for the children of this cgroup.  Raises AttributeRefused (ENOENT: not available here)."""
+    """Enable controllers for the children of this cgroup.
+
+    Raises AttributeRefused (ENOENT: not available here).
+    """
     missing = names - frozenset((read(path, "cgroup.subtree_control") or "").split())
     if missing:
         write(path, "cgroup.subtree_control", " ".join(f"+{name}" for name in sorted(missing)))
 
 
 def write(path: Path, attr: str, value: str | int) -> None:
-    """Write an attribute file.  Raises AttributeRefused with the kernel's errno, also if the file is not there."""
+    """Write an attribute file.
+
+    Raises AttributeRefused with the kernel's errno, also if the file is not there.
+    """
     text = str(value)
     file = path / attr
     try:
@@ -119,7 +126,7 @@ def frozen(path: Path) -> bool:
     return read_keyed(path, "cgroup.events").get("frozen") == 1
 
 
-def procs(path: Path, recursive: bool = False) -> list[int]:
+def procs(path: Path, *, recursive: bool = False) -> list[int]:
     """Pids in the cgroup, with `recursive` also below; 0 stands for a process outside our pid namespace."""
     pids: list[int] = []
     for directory in (_tree(path) if recursive else [path]):
@@ -147,10 +154,10 @@ def _tree(path: Path) -> list[Path]:
 
 
 def stat(path: Path) -> dict[str, int]:
-    """What the kernel counts for this cgroup: memory.current, pids.current, cpu.stat's and cgroup.stat's keys.
+    """What the kernel counts for this cgroup.
 
-    Keys carry the kernel's names ("cpu.usage_usec", "memory.current", "cgroup.nr_descendants"); what a controller
-    that is absent would count, or a cgroup that is gone, is left out.
+    Keys carry the kernel's names ("cpu.usage_usec", "memory.current", "cgroup.nr_descendants"); what a
+    controller that is absent would count, or a cgroup that is gone, is left out.
     """
     counts: dict[str, int] = {}
     for attr in ("memory.current", "memory.swap.current", "memory.peak", "pids.current", "pids.peak"):
@@ -169,9 +176,9 @@ def attach(path: Path, pid: int) -> None:
 
 
 def kill(path: Path) -> None:
-    """SIGKILL to every process in the cgroup and below, also frozen ones and those being forked; gone is fine.
+    """SIGKILL to every process in the cgroup and below, also frozen ones and those being forked.
 
-    Returns before they have gone: see `populated`.
+    A cgroup that is gone is fine.  Returns before the processes have gone: see `populated`.
     """
     try:
         write(path, "cgroup.kill", 1)
@@ -199,9 +206,9 @@ async def thaw(path: Path, timeout_s: float = 5.0) -> bool:
 async def _until_frozen(path: Path, timeout_s: float, *, state: int) -> bool:
     """Re-read cgroup.events until `frozen` is `state`.
 
-    The file signals changes as POLLPRI, which asyncio cannot wait for (its readers mean POLLIN, and that this file
-    always reports).  Freezing takes well under a millisecond unless a process sleeps in the kernel, so a few
-    short pauses that grow cost less than a thread with poll(2).
+    The file signals changes as POLLPRI, which asyncio cannot wait for (its readers mean POLLIN, and that this
+    file always reports).  Freezing takes well under a millisecond unless a process sleeps in the kernel, so a
+    few short pauses that grow cost less than a thread with poll(2).
     """
     deadline = time.monotonic() + timeout_s
     pause_s = _FIRST_POLL_S
@@ -232,15 +239,16 @@ async def wait_empty(path: Path, timeout_s: float) -> bool:
 def remove(path: Path, timeout_s: float = 5.0) -> None:
     """Remove the cgroup and all below it, leaves first; gone is fine.  Blocks, at most `timeout_s`.
 
-    EBUSY is retried: killed processes leave a moment after the signal.  Raises OSError (EBUSY) with the first pids
-    still inside.  On the event loop: wait_empty, then try_remove.
+    EBUSY is retried: killed processes leave a moment after the signal.  Raises OSError (EBUSY) with the first
+    pids still inside.  On the event loop: wait_empty, then try_remove.
     """
     deadline = time.monotonic() + timeout_s
     pause_s = _FIRST_POLL_S
     while not try_remove(path):
         if time.monotonic() >= deadline:
             pids = ", ".join(map(str, procs(path, recursive=True)[:5])) or "none seen"
-            raise OSError(errno.EBUSY, f"remove cgroup: still busy after {timeout_s:g} s, pids {pids}", os.fspath(path))
+            text = f"remove cgroup: still busy after {timeout_s:g} s, pids {pids}"
+            raise OSError(errno.EBUSY, text, os.fspath(path))
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_POLL_S)
 

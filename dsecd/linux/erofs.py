@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """EROFS images: made by mkfs.erofs from a tar of headers, mounted straight from the file.
 
-What belongs here: the flags, and the mount.  What does not: which files an image holds and where their data is.
+What belongs here: the flags, and the mount.  What does not: which files an image holds and where their data
+is.
 """
 
 import errno
@@ -38,8 +39,8 @@ def make_index(headers: Path, image: Path, *, timeout_s: float = 600) -> None:
 def mount(image: Path) -> int:
     """Read-only mount of an image file, without a loop device: a detached mount fd.
 
-    Needs Linux 6.12 with CONFIG_EROFS_FS_BACKED_BY_FILE.  Raises OSError: ENOTBLK where the kernel lacks that,
-    EINVAL if the file is no EROFS image or its file system cannot back one.
+    Needs Linux 6.12 with CONFIG_EROFS_FS_BACKED_BY_FILE.  Raises OSError: ENOTBLK where the kernel lacks
+    that, EINVAL if the file is no EROFS image or its file system cannot back one.
     """
     with mounts.source_path(image) as source:
         try:
@@ -47,5 +48,5 @@ def mount(image: Path) -> int:
         except OSError as error:
             if error.errno != errno.ENOTBLK:
                 raise
-            text = "mount erofs: the kernel mounts only block devices (needs 6.12 with EROFS_FS_BACKED_BY_FILE)"
+            text = "mount erofs: block devices only here (needs 6.12 with CONFIG_EROFS_FS_BACKED_BY_FILE)"
             raise OSError(error.errno, text, os.fspath(image)) from error

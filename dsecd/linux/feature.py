@@ -61,8 +61,8 @@ class FeatureStatus:
 class Feature:
     """A feature and how to find out whether it works.
 
-    The probe tries the thing itself where that is cheap and leaves no trace, answers with YES, no() or unknown(),
-    and may raise OSError.  It blocks; check, require and status therefore run in a thread.
+    The probe tries the thing itself where that is cheap and leaves no trace, answers with YES, no() or
+    unknown(), and may raise OSError.  It blocks; check, require and status therefore run in a thread.
     """
 
     name: str

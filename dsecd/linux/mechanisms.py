@@ -212,7 +212,9 @@ def _kvm() -> Answer:
         version = fcntl.ioctl(fd, _KVM_GET_API_VERSION, 0)
     finally:
         os.close(fd)
-    return YES if version == _KVM_API_VERSION else no(f"KVM API version {version}, expected {_KVM_API_VERSION}")
+    if version != _KVM_API_VERSION:
+        return no(f"KVM API version {version}, expected {_KVM_API_VERSION}")
+    return YES
 
 
 def _fuse() -> Answer:
@@ -236,7 +238,7 @@ def _program(*names: str) -> Callable[[], Answer]:
 
 
 def crun_version(text: str) -> tuple[tuple[int, ...], frozenset[str]]:
-    """Version numbers and build features ("+SECCOMP") out of `crun --version`; ValueError if it is not that."""
+    """Version numbers and build features ("+SECCOMP") out of `crun --version`; else ValueError."""
     match = re.search(r"^crun version (\d+(?:\.\d+)*)", text, re.MULTILINE)
     if match is None:
         raise ValueError(f"crun --version: no version in {text[:80]!r}")
@@ -263,7 +265,7 @@ def _crun() -> Answer:
 
 _NEWER_KERNEL = "Boot a newer kernel: Debian 13's has it."
 _NO_CONTROLLER = (
-    "Boot with cgroup_no_v1=all systemd.unified_cgroup_hierarchy=1, or give the container its own cgroup tree with {}."
+    "Boot with cgroup_no_v1=all systemd.unified_cgroup_hierarchy=1; in a container, delegate {} to it."
 )
 
 MECHANISMS: tuple[Feature, ...] = (
@@ -276,11 +278,13 @@ MECHANISMS: tuple[Feature, ...] = (
     Feature("overlay-data-only", "6.8", "stacking deduplicated layers", _overlay_data_only, _NEWER_KERNEL),
     Feature("erofs-file", "6.12", "mounting layers without loop devices", _erofs_file_backed,
             "Boot a kernel with CONFIG_EROFS_FS_BACKED_BY_FILE: Debian 13's has it."),
-    Feature("mkfs-erofs", "", "importing images", _mkfs_erofs, "Run 'apt install erofs-utils' (1.8 or newer)."),
+    Feature("mkfs-erofs", "", "importing images", _mkfs_erofs,
+            "Run 'apt install erofs-utils' (1.8 or newer)."),
     Feature("cgroup-v2", "4.5", "grouping a sandbox's processes", _cgroup_v2,
             "Mount it: 'mount -t cgroup2 cgroup2 /sys/fs/cgroup'."),
     Feature("cgroup-freeze", "5.2", "pausing a sandbox", _cgroup_file("cgroup.freeze"), _NEWER_KERNEL),
-    Feature("cgroup-kill", "5.14", "ending a whole process tree at once", _cgroup_file("cgroup.kill"), _NEWER_KERNEL),
+    Feature("cgroup-kill", "5.14", "ending a whole process tree at once", _cgroup_file("cgroup.kill"),
+            _NEWER_KERNEL),
     Feature("cgroup-memory", "4.5", "memory limits", _controller("memory"), _NO_CONTROLLER.format("memory")),
     Feature("cgroup-cpu", "4.15", "CPU shares and limits", _controller("cpu"), _NO_CONTROLLER.format("cpu")),
     Feature("cgroup-pids", "4.5", "process count limits", _controller("pids"), _NO_CONTROLLER.format("pids")),
@@ -288,7 +292,8 @@ MECHANISMS: tuple[Feature, ...] = (
     Feature("psi", "4.20", "admission by pressure", _path_exists(
         "/proc/pressure/memory", "the kernel keeps no pressure figures"), "Boot with psi=1."),
     Feature("pidfd", "5.3", "never signalling a reused pid", _pidfd, _NEWER_KERNEL),
-    Feature("clone-into-cgroup", "5.7", "starting each command in its own cgroup", _clone_into_cgroup, _NEWER_KERNEL),
+    Feature("clone-into-cgroup", "5.7", "starting each command in its own cgroup", _clone_into_cgroup,
+            _NEWER_KERNEL),
     Feature("seccomp", "4.14", "system call filters", _seccomp, "Boot a kernel with CONFIG_SECCOMP_FILTER."),
     Feature("apparmor", "2.6.36", "confinement by profile", _apparmor,
             "Run 'apt install apparmor' and boot with lsm=...,apparmor."),
@@ -313,5 +318,8 @@ def by_name(name: str) -> Feature:
 
 
 def report(*, again: bool = False) -> list[FeatureStatus]:
-    """The state of every feature, in the table's order.  Blocks; `again` repeats also what is known already."""
+    """The state of every feature, in the table's order.
+
+    Blocks; `again` repeats also what is known already.
+    """
     return [feature.status(again=again) for feature in MECHANISMS]

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mounts as file descriptors: clone, idmap, make, attach, detach, and what is mounted where.
 
-What belongs here: the new mount API (fsopen, fsmount, open_tree, move_mount, mount_setattr) and mountinfo.  What
-does not: which file system with which options (erofs, overlay) and mount namespaces (mountns).
+What belongs here: the new mount API (fsopen, fsmount, open_tree, move_mount, mount_setattr) and mountinfo.
+What does not: which file system with which options (erofs, overlay) and mount namespaces (mountns).
 
-A mount fd stands for a mount that is not attached anywhere yet: closing it unmounts.  Attached mounts belong to the
-mount namespace of the calling thread.
+A mount fd stands for a mount that is not attached anywhere yet: closing it unmounts.  Attached mounts belong
+to the mount namespace of the calling thread.
 """
 
 import contextlib
@@ -41,13 +41,16 @@ class Mount:
 
 
 def clone_tree(path: syscalls.StrPath, *, recursive: bool = False) -> int:
-    """Detached copy of the mount at `path`, seen from `path` down: a mount fd.  Mounts below come with `recursive`."""
+    """Detached copy of the mount at `path`, seen from `path` down: a mount fd.
+
+    Mounts below come with `recursive`.
+    """
     flags = syscalls.OPEN_TREE_CLONE | (syscalls.AT_RECURSIVE if recursive else 0)
     return syscalls.open_tree(syscalls.AT_FDCWD, path, flags)
 
 
 def idmap(mount_fd: int, userns_fd: int) -> None:
-    """Map ids of a detached mount through the user namespace: id 0 on disk appears as the namespace's id 0 outside.
+    """Map a detached mount's ids through a user namespace: 0 on disk appears as what 0 in there is outside.
 
     EINVAL: the file system cannot be idmapped (OverlayFS, FUSE, NFS) or the mount is attached; EPERM: the
     namespace is the initial one.
@@ -64,7 +67,10 @@ def set_attrs(mount_fd: int, *, attr_set: int = 0, attr_clr: int = 0, recursive:
 
 
 def attach(mount_fd: int, target: Path) -> None:
-    """Put a detached mount on `target`, in the calling thread's mount namespace.  The fd may be closed after."""
+    """Put a detached mount on `target`, in the calling thread's mount namespace.
+
+    The fd may be closed after.
+    """
     try:
         syscalls.move_mount(mount_fd, "", syscalls.AT_FDCWD, target, syscalls.MOVE_MOUNT_F_EMPTY_PATH)
     except OSError as error:
@@ -81,11 +87,14 @@ def detach(path: syscalls.StrPath) -> None:
     syscalls.umount2(path, syscalls.MNT_DETACH | syscalls.UMOUNT_NOFOLLOW)
 
 
-def new_mount(fstype: str, *, source: syscalls.StrPath | None = None, options: Options = (), attrs: int = 0) -> int:
+def new_mount(
+    fstype: str, *, source: syscalls.StrPath | None = None, options: Options = (), attrs: int = 0
+) -> int:
     """A new file system instance as a detached mount fd.
 
-    `options` are set in order; a pair list allows a key to repeat; None as the value means a flag.  `attrs` are
-    MOUNT_ATTR_*.  Raises OSError whose text holds what the kernel said about it; ENODEV without that file system.
+    `options` are set in order; a pair list allows a key to repeat; None as the value means a flag.  `attrs`
+    are MOUNT_ATTR_*.  Raises OSError whose text holds what the kernel said about it; ENODEV without that file
+    system.
     """
     pairs = list(options.items()) if isinstance(options, Mapping) else list(options)
     context = syscalls.fsopen(fstype)
@@ -112,8 +121,8 @@ def new_mount(fstype: str, *, source: syscalls.StrPath | None = None, options: O
 def source_path(path: Path) -> Iterator[Path]:
     """`path` in a form that fsconfig takes as a string: itself, or a short alias of it while the block lasts.
 
-    Too long a string is refused, and OverlayFS reads a backslash in some options as an escape.  The alias goes
-    through an open fd of this process, so it must be used on this machine's own /proc.
+    Too long a string is refused, and OverlayFS reads a backslash in some options as an escape.  The alias
+    goes through an open fd of this process, so it must be used on this machine's own /proc.
     """
     text = os.fsencode(path)
     if len(text) <= MAX_OPTION_BYTES and b"\\" not in text:
@@ -127,7 +136,7 @@ def source_path(path: Path) -> Iterator[Path]:
 
 
 def _context_log(context: int) -> list[str]:
-    """What the kernel noted on a file system context: one message per read, each with a letter and a space before."""
+    """What the kernel noted on a file system context: one message per read, each after "e " or the like."""
     messages: list[str] = []
     # ENODATA is the end of the list; a message longer than the buffer is EMSGSIZE and lost.
     with contextlib.suppress(OSError):

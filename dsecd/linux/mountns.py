@@ -3,9 +3,9 @@
 
 What belongs here: namespaces as file descriptors and pins.  What does not: the mounts made in them.
 
-A thread cannot leave a mount namespace it shares with the process without giving up its shared root and working
-directory, so nothing here ever changes an existing thread but enter_process, which is for the start of a process.
-mount_namespaces(7).
+A thread cannot leave a mount namespace it shares with the process without giving up its shared root and
+working directory, so nothing here ever changes an existing thread but enter_process, which is for the start
+of a process.  mount_namespaces(7).
 """
 
 import contextlib
@@ -25,7 +25,10 @@ _SELF = Path("/proc/thread-self/ns/mnt")
 
 
 def create_private() -> int:
-    """fd of a new mount namespace: a copy of the caller's whose mounts neither send nor receive events.  Blocks."""
+    """fd of a new mount namespace: a copy of the caller's whose mounts neither send nor receive events.
+
+    Blocks.
+    """
     def make() -> int:
         syscalls.unshare(syscalls.CLONE_FS | syscalls.CLONE_NEWNS)
         mounts.make_private("/")
@@ -54,8 +57,8 @@ def is_pinned(path: Path) -> bool:
 def pin(ns_fd: int, path: Path) -> None:
     """Keep a namespace alive after its last process: bind it to `path`, a file that is made if absent.
 
-    The mount that holds `path` must be private, and belong to a namespace older than `ns_fd`'s: the kernel forbids
-    chains of namespaces that could keep each other alive (EINVAL).
+    The mount that holds `path` must be private, and belong to a namespace older than `ns_fd`'s: the kernel
+    forbids chains of namespaces that could keep each other alive (EINVAL).
     """
     os.close(os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
     syscalls.mount(syscalls.path_of_fd(ns_fd), path, None, syscalls.MS_BIND)
@@ -64,9 +67,9 @@ def pin(ns_fd: int, path: Path) -> None:
 def ensure_pinned(path: Path) -> int:
     """fd of the namespace pinned at `path`, made first if there is none.  Blocks.
 
-    Call it in the namespace that is to hold the pin, on a path that outlives the process; any number of processes
-    may do so at once.  The directory of `path` becomes a private mount of its own if its mount is shared, since a
-    namespace file cannot be propagated to others.
+    Call it in the namespace that is to hold the pin, on a path that outlives the process; any number of
+    processes may do so at once.  The directory of `path` becomes a private mount of its own if its mount is
+    shared, since a namespace file cannot be propagated to others.
     """
     lock = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -138,8 +141,8 @@ def run_in(namespace: int | syscalls.StrPath, fn: Callable[[], T]) -> T:
 def run_in_copy(ns_fd: int, fn: Callable[[], T]) -> T:
     """`fn()` on a throw-away thread inside a private copy of a mount namespace.  Blocks.
 
-    Mounts made by `fn` are seen by it and by the processes it starts, and go when the last of these has gone (very
-    soon after the return, if there is none).  Exceptions of `fn` come out here.
+    Mounts made by `fn` are seen by it and by the processes it starts, and go when the last of these has gone
+    (very soon after the return, if there is none).  Exceptions of `fn` come out here.
     """
     def enter() -> T:
         _enter(ns_fd)

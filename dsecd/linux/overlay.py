@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """OverlayFS mounts with metadata-only layers whose file data lies in data-only layers.
 
-What belongs here: the mount and its traps.  What does not: which layers, and making upper and work directories.
-Linux documentation, filesystems/overlayfs: "Metadata only copy up", "Data-only lower layers".
+What belongs here: the mount and its traps.  What does not: which layers, and making upper and work
+directories.  Linux documentation, filesystems/overlayfs: "Metadata only copy up", "Data-only lower layers".
 """
 
 import contextlib
@@ -23,11 +23,11 @@ def mount(
 ) -> int:
     """Stack `lower` (first is on top) over `data` directories under a writable `upper`: a detached mount fd.
 
-    Without `upper` the mount is read-only and needs at least two layers in all.  `fsuid` is the id, outside, that
-    owns upper and work when they are idmapped: OverlayFS keeps the mounter's ids for its own work, and an id that
-    the mapping does not know cannot create files (EOVERFLOW).  Layers must be attached somewhere in the calling
-    thread's mount namespace; they may be detached afterwards.
-    Raises OSError with the kernel's reason; EROFS if the kernel mounted read-only what was to be writable.
+    Without `upper` the mount is read-only and needs at least two layers in all.  `fsuid` is the id, outside,
+    that owns upper and work when they are idmapped: OverlayFS keeps the mounter's ids for its own work, and
+    an id that the mapping does not know cannot create files (EOVERFLOW).  Layers must be attached somewhere
+    in the calling thread's mount namespace; they may be detached afterwards.  Raises OSError with the
+    kernel's reason; EROFS if the kernel mounted read-only what was to be writable.
     """
     options: list[tuple[str, str | None]] = []
     with contextlib.ExitStack() as stack:
@@ -43,10 +43,16 @@ def mount(
             add("workdir", work)
         elif upper is not None or work is not None:
             raise ValueError("overlay: upper and work go together")
-        # With a writable upper, metacopy=on refuses redirect_dir=follow (EINVAL); on is not allowed without one.
+        # With a writable upper, metacopy=on refuses redirect_dir=follow (EINVAL); on is not allowed without
+        # one.
         options += [("metacopy", "on"), ("redirect_dir", "on" if upper is not None else "follow")]
-        with _fs_ids(fsuid) if fsuid is not None else contextlib.nullcontext():
-            fd = mounts.new_mount("overlay", source="dsec", options=options)
+        try:
+            with _fs_ids(fsuid) if fsuid is not None else contextlib.nullcontext():
+                fd = mounts.new_mount("overlay", source="dsec", options=options)
+        except OSError as error:
+            # The kernel names the option at best; which stack it was is what a reader looks for.
+            error.filename2 = os.fspath(upper or (*lower, *data, Path())[0])
+            raise
     if upper is not None and os.fstatvfs(fd).f_flag & os.ST_RDONLY:
         # When the kernel cannot create its directory below work, it only notes that in its log and goes on.
         os.close(fd)
@@ -65,7 +71,8 @@ def _fs_ids(uid: int) -> Iterator[None]:
         old_gid, old_uid = syscalls.setfsgid(uid), syscalls.setfsuid(uid)
         try:
             if syscalls.setfsuid(-1) != uid or syscalls.setfsgid(-1) != uid:
-                raise PermissionError(errno.EPERM, f"setfsuid {uid}: not permitted (CAP_SETUID or CAP_SETGID is missing)")
+                text = f"setfsuid {uid}: not permitted (CAP_SETUID or CAP_SETGID is missing)"
+                raise PermissionError(errno.EPERM, text)
             yield
         finally:
             syscalls.setfsuid(old_uid)

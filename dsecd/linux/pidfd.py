@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes that are not our children, by an identity that pid reuse cannot fake.
 
-What belongs here: pid + start time, pidfds, signals through them, waiting for an exit.  What does not: starting
-processes (proc).
+What belongs here: pid + start time, pidfds, signals through them, waiting for an exit.  What does not:
+starting processes (proc).
 """
 
 import asyncio

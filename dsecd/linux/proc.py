@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one door for subprocesses: argv lists in, a typed result or ProcessFailed out.
 
-What belongs here: starting a program, bounding its time and output, and reaping it.  What does not: which program
-to run and what its output means.
+What belongs here: starting a program, bounding its time and output, and reaping it.  What does not: which
+program to run and what its output means.
 
-Programs are started with posix_spawn(3): it is a vfork, so its cost does not grow with the daemon's memory; the
-child inherits the namespaces and working directory of the calling *thread*; and its file actions put file
+Programs are started with posix_spawn(3): it is a vfork, so its cost does not grow with the daemon's memory;
+the child inherits the namespaces and working directory of the calling *thread*; and its file actions put file
 descriptors at exact numbers in the child without touching the same numbers in this process, which dup2 in a
 process with threads cannot do safely.
 
-A command is finished when its own process has exited.  Waiting for its pipes to close would wait for grandchildren:
-`crun run --detach` leaves some behind that keep stdout and stderr open.
+A command is finished when its own process has exited.  Waiting for its pipes to close would wait for
+grandchildren: `crun run --detach` leaves some behind that keep stdout and stderr open.
 """
 
 import asyncio
@@ -46,16 +46,17 @@ KILL_GRACE_S = 5.0
 _READ_BYTES = 1 << 16
 _TAIL_BYTES = 2048
 
-# Python ignores SIGPIPE and SIGXFSZ, and an ignored signal stays ignored across exec; whoever started the daemon
-# may have ignored the others (nohup).
+# Python ignores SIGPIPE and SIGXFSZ, and an ignored signal stays ignored across exec; whoever started the
+# daemon may have ignored the others (nohup).
 _DEFAULT_SIGNALS = (
-    signal.SIGPIPE, signal.SIGXFSZ, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGCHLD,
+    signal.SIGPIPE, signal.SIGXFSZ, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM,
+    signal.SIGCHLD,
 )
 
 
 @dataclass(frozen=True)
 class Completed:
-    """What a finished command left: `stdout` is its first bytes and `stderr` its last, up to the output limit."""
+    """What a finished command left: the first bytes of stdout and the last of stderr, up to the limit."""
 
     argv: tuple[str, ...]
     returncode: int
@@ -105,7 +106,7 @@ def _brief(argv: Sequence[str]) -> str:
 
 
 class _Sink:
-    """Our end of a pipe, read without blocking, keeping at most `limit` bytes: the first ones, or the last ones."""
+    """Our end of a pipe, read without blocking; keeps at most `limit` bytes, the first or the last ones."""
 
     def __init__(self, fd: int, limit: int, *, keep_last: bool) -> None:
         os.set_blocking(fd, False)
@@ -117,7 +118,7 @@ class _Sink:
         self.open = True
 
     def read(self, budget: int) -> None:
-        """Take what is there now, at most about `budget` bytes: a writer that never stops must not hold us."""
+        """Take what is there now, about `budget` bytes at most: a writer may never stop."""
         while self.open and budget > 0:
             try:
                 chunk = os.read(self.fd, _READ_BYTES)
@@ -174,7 +175,7 @@ class _Child:
         return self.returncode is not None
 
     def kill(self) -> None:
-        """SIGKILL to its process group, while the unreaped leader still keeps the group's number from reuse."""
+        """SIGKILL to its process group, whose number cannot be reused while the leader is unreaped."""
         if self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -201,7 +202,7 @@ class _Child:
         )
 
 
-# Children that were killed and had still not exited KILL_GRACE_S later (stuck in the kernel, on a dead mount say).
+# Children that were killed and still lived KILL_GRACE_S later: stuck in the kernel, on a dead mount say.
 _unreaped: list[_Child] = []
 _unreaped_lock = threading.Lock()
 
@@ -218,7 +219,7 @@ def _reap_left_over() -> None:
 
 
 def _spawn_at(
-    path: str, argv: tuple[str, ...], env: Mapping[str, str], fds: Mapping[int, int], null_stdin: bool
+    path: str, argv: tuple[str, ...], env: Mapping[str, str], fds: Mapping[int, int], *, null_stdin: bool
 ) -> int:
     """posix_spawn with child fd N being our fd `fds[N]`, for every N, and no other fd above the highest N."""
     top = max(fds) + 1
@@ -228,12 +229,13 @@ def _spawn_at(
         actions.append((os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0))
     try:
         for number, fd in sorted(fds.items()):
+            source = fd
             if fd != number and fd < top:
                 # The dup2 for a lower number could overwrite it in the child before it is used.
-                fd = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, top)
-                lifted.append(fd)
+                source = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, top)
+                lifted.append(source)
             # Onto itself, this clears close-on-exec in the child (glibc 2.29).
-            actions.append((os.POSIX_SPAWN_DUP2, fd, number))
+            actions.append((os.POSIX_SPAWN_DUP2, source, number))
         if sys.version_info >= (3, 13):
             actions.append((os.POSIX_SPAWN_CLOSEFROM, top))
         return os.posix_spawn(
@@ -264,7 +266,7 @@ def _memory_file(content: bytes) -> int:
 
 
 def _spawn(
-    argv: Sequence[str | Path], *, input: bytes | None, env: Mapping[str, str] | None, cwd: Path | None,
+    argv: Sequence[str | Path], *, content: bytes | None, env: Mapping[str, str] | None, cwd: Path | None,
     pass_fds: Sequence[int], fd_map: Mapping[int, int] | None, stdio_to: int | None,
     output_limit_bytes: int, merge: bool = False,
 ) -> _Child:
@@ -282,8 +284,8 @@ def _spawn(
     with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
         sinks: list[_Sink] = []
         fds = dict(extra)
-        if input is not None:
-            fds[0] = _memory_file(input)
+        if content is not None:
+            fds[0] = _memory_file(content)
             theirs.callback(os.close, fds[0])
         for number in (1, 2):
             if stdio_to is not None:
@@ -295,25 +297,26 @@ def _spawn(
                 theirs.callback(os.close, fds[number])
                 sinks.append(_Sink(reader, output_limit_bytes, keep_last=number == 2))
                 ours.callback(sinks[-1].close)
-        pid = _spawn_at(path, spawned, environment, fds, null_stdin=input is None)
+        pid = _spawn_at(path, spawned, environment, fds, null_stdin=content is None)
         ours.pop_all()
     return _Child(words, pid, sinks)
 
 
 def run_blocking(
-    argv: Sequence[str | Path], *, input: bytes | None = None, timeout_s: float,
-    env: Mapping[str, str] | None = None, cwd: Path | None = None, pass_fds: Sequence[int] = (),
+    argv: Sequence[str | Path], *, input: bytes | None = None,
+    timeout_s: float, env: Mapping[str, str] | None = None, cwd: Path | None = None, pass_fds: Sequence[int] = (),
     fd_map: Mapping[int, int] | None = None, stdio_to: int | None = None, check: bool = True,
     output_limit_bytes: int = 1 << 20,
 ) -> Completed:
     """Run a program and wait for it.  Blocks.  Runs in a thread, whose namespaces the program inherits.
 
-    `env` replaces the minimal environment as a whole.  `pass_fds` keep their numbers in the child, `fd_map` says
-    which of our fds becomes which number there; all others are closed.  `stdio_to` takes stdout and stderr instead
-    of capturing them.  Raises ProcessFailed (with `check`), ProcessTimedOut, and OSError if it cannot be started.
+    `env` replaces the minimal environment as a whole.  `pass_fds` keep their numbers in the child, `fd_map`
+    says which of our fds becomes which number there; all others are closed.  `stdio_to` takes stdout and
+    stderr instead of capturing them.  Raises ProcessFailed (with `check`), ProcessTimedOut, and OSError if it
+    cannot be started.
     """
     child = _spawn(
-        argv, input=input, env=env, cwd=cwd, pass_fds=pass_fds, fd_map=fd_map, stdio_to=stdio_to,
+        argv, content=input, env=env, cwd=cwd, pass_fds=pass_fds, fd_map=fd_map, stdio_to=stdio_to,
         output_limit_bytes=output_limit_bytes,
     )
     try:
@@ -343,14 +346,17 @@ def _wait_blocking(child: _Child, timeout_s: float) -> bool:
 
 
 async def run(
-    argv: Sequence[str | Path], *, input: bytes | None = None, timeout_s: float,
-    env: Mapping[str, str] | None = None, cwd: Path | None = None, pass_fds: Sequence[int] = (),
+    argv: Sequence[str | Path], *, input: bytes | None = None,
+    timeout_s: float, env: Mapping[str, str] | None = None, cwd: Path | None = None, pass_fds: Sequence[int] = (),
     fd_map: Mapping[int, int] | None = None, stdio_to: int | None = None, check: bool = True,
     output_limit_bytes: int = 1 << 20,
 ) -> Completed:
-    """run_blocking for the event loop: same arguments, same results.  Cancelled, it kills the process group."""
+    """run_blocking for the event loop: same arguments, same results.
+
+    Cancelled, it kills the process group.
+    """
     child = _spawn(
-        argv, input=input, env=env, cwd=cwd, pass_fds=pass_fds, fd_map=fd_map, stdio_to=stdio_to,
+        argv, content=input, env=env, cwd=cwd, pass_fds=pass_fds, fd_map=fd_map, stdio_to=stdio_to,
         output_limit_bytes=output_limit_bytes,
     )
     try:
@@ -364,14 +370,16 @@ async def run(
 
 
 async def stream_lines(
-    argv: Sequence[str | Path], *, timeout_s: float, env: Mapping[str, str] | None = None, cwd: Path | None = None,
+    argv: Sequence[str | Path], *, timeout_s: float, env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
 ) -> AsyncIterator[str]:
     """Run a program and yield the lines of its stdout and stderr as they come, for work that shows progress.
 
-    Raises at the end as `run` does.  Wrap it in contextlib.aclosing: leaving it early kills the process group.
+    Raises at the end as `run` does.  Wrap it in contextlib.aclosing: leaving it early kills the process
+    group.
     """
     child = _spawn(
-        argv, input=None, env=env, cwd=cwd, pass_fds=(), fd_map=None, stdio_to=None,
+        argv, content=None, env=env, cwd=cwd, pass_fds=(), fd_map=None, stdio_to=None,
         output_limit_bytes=1 << 20, merge=True,
     )
     deadline = time.monotonic() + timeout_s
@@ -414,13 +422,17 @@ async def _readable(fds: Sequence[int], timeout_s: float) -> bool:
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[bool] = loop.create_future()
 
-    def wake(value: bool) -> None:
+    def wake() -> None:
         if not ready.done():
-            ready.set_result(value)
+            ready.set_result(True)
 
-    timer = loop.call_later(timeout_s, wake, False)
+    def give_up() -> None:
+        if not ready.done():
+            ready.set_result(False)
+
+    timer = loop.call_later(timeout_s, give_up)
     for fd in fds:
-        loop.add_reader(fd, wake, True)
+        loop.add_reader(fd, wake)
     try:
         return await ready
     finally:
@@ -430,7 +442,7 @@ async def _readable(fds: Sequence[int], timeout_s: float) -> bool:
 
 
 def _finish(child: _Child) -> None:
-    """End of an asynchronous run: close what is ours, and if it still runs kill it and reap it when it has gone."""
+    """End of an asynchronous run: close what is ours; kill what still runs and reap it once it has gone."""
     child.kill()
     if child.reap():
         child.close()
@@ -449,12 +461,12 @@ def _finish(child: _Child) -> None:
 
 @contextlib.contextmanager
 def sleeper(namespaces: int, *, lifetime_s: int = 2) -> Iterator[int]:
-    """A process without a program, in new `namespaces` (CLONE_NEW* flags), for as long as the block lasts: its pid.
+    """Pid of a process without a program, in new `namespaces` (CLONE_NEW*), while the block lasts.
 
-    Some namespaces (user, pid) cannot be made by a thread, and a fork of the daemon would copy its page tables and
-    run Python in a child of a process with threads.  This clone shares our memory and only sleeps in C, which
-    takes a tenth of the time of starting unshare(1).  Should the daemon be killed meanwhile, it ends by itself
-    after `lifetime_s` seconds; until then it holds copies of the daemon's file descriptors.
+    Some namespaces (user, pid) cannot be made by a thread, and a fork of the daemon would copy its page
+    tables and run Python in a child of a process with threads.  This clone shares our memory and only sleeps
+    in C, which takes a tenth of the time of starting unshare(1).  Should the daemon be killed meanwhile, it
+    ends by itself after `lifetime_s` seconds; until then it holds copies of the daemon's file descriptors.
     """
     stack = ctypes.create_string_buffer(64 << 10)
     # The child has our signal handlers and shares our memory: a signal delivered to it must not run them.

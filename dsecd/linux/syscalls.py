@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ctypes door to the kernel: one function per syscall, named as the syscall, raising OSError with the path.
+"""The ctypes door to the kernel: one function per syscall, named like it, raising OSError with the path.
 
-What belongs here: calls that Python's os module lacks (or has only from 3.12 on), and the constants they take,
-under their header's names.  What does not: anything that combines two calls; that is the mechanism's own module.
-Every fd returned is close-on-exec and belongs to the caller.
+What belongs here: calls that Python's os module lacks (or has only from 3.12 on), and the constants they
+take, under their header's names.  What does not: anything that combines two calls; that is the mechanism's
+own module.  Every fd returned is close-on-exec and belongs to the caller.
 """
 
 import ctypes
@@ -118,7 +118,7 @@ def _path(path: StrPath | None) -> bytes | None:
 
 
 def _call(name: str, *args: object, paths: tuple[StrPath | None, ...] = ()) -> int:
-    """Call syscall `name`; ints become longs, since a variadic C function would read the upper half as garbage."""
+    """Call `name`; ints become longs, since a variadic C function would read garbage as the upper half."""
     converted = [ctypes.c_long(a) if isinstance(a, int) else a for a in args]
     result = int(_libc.syscall(ctypes.c_long(_NR[name]), *converted))
     if result < 0:
@@ -149,7 +149,8 @@ def fsopen(fstype: str) -> int:
 
 def fsconfig_set_string(fd: int, key: str, value: StrPath) -> None:
     """Set option `key` to `value`; the kernel takes at most 255 bytes (EINVAL above).  fsconfig(2)."""
-    _call("fsconfig", fd, FSCONFIG_SET_STRING, key.encode(), _path(value), 0, paths=(f"{key}={os.fspath(value)}",))
+    shown = f"{key}={os.fspath(value)}"
+    _call("fsconfig", fd, FSCONFIG_SET_STRING, key.encode(), _path(value), 0, paths=(shown,))
 
 
 def fsconfig_set_flag(fd: int, key: str) -> None:
@@ -168,7 +169,10 @@ def fsconfig_create(fd: int) -> None:
 
 
 def fsmount(fd: int, attrs: int = 0) -> int:
-    """A detached mount (O_PATH fd) of the superblock made by fsconfig_create; `attrs` are MOUNT_ATTR_*.  fsmount(2)."""
+    """A detached mount (O_PATH fd) of the superblock made by fsconfig_create; `attrs` are MOUNT_ATTR_*.
+
+    fsmount(2).
+    """
     return _call("fsmount", fd, FSMOUNT_CLOEXEC, attrs)
 
 
@@ -185,7 +189,10 @@ def mount_setattr(
     dirfd: int, path: StrPath, flags: int, *,
     attr_set: int = 0, attr_clr: int = 0, propagation: int = 0, userns_fd: int = 0,
 ) -> None:
-    """Change a mount's attributes; an id mapping goes only onto a mount not attached yet.  mount_setattr(2)."""
+    """Change a mount's attributes; an id mapping goes only onto a mount not attached yet.
+
+    mount_setattr(2).
+    """
     attr = _MountAttr(attr_set, attr_clr, propagation, userns_fd)
     _call("mount_setattr", dirfd, _path(path), flags, ctypes.byref(attr), ctypes.sizeof(attr), paths=(path,))
 
@@ -195,7 +202,9 @@ def umount2(target: StrPath, flags: int) -> None:
     _check(_libc.umount2(_path(target), ctypes.c_int(flags)), "umount2", target)
 
 
-def mount(source: StrPath | None, target: StrPath, fstype: str | None, flags: int, data: str | None = None) -> None:
+def mount(
+    source: StrPath | None, target: StrPath, fstype: str | None, flags: int, data: str | None = None
+) -> None:
     """The classic mount; used only for propagation and for binding namespace files.  mount(2)."""
     result = _libc.mount(
         _path(source), _path(target), fstype.encode() if fstype else None,
@@ -229,7 +238,10 @@ class _OpenHow(ctypes.Structure):
 
 
 def openat2(dirfd: int, path: StrPath, flags: int, *, mode: int = 0, resolve: int = 0) -> int:
-    """Open with the path walk restricted by RESOLVE_* flags (EXDEV or ELOOP when it would leave).  openat2(2)."""
+    """Open with the path walk restricted by RESOLVE_* flags (EXDEV or ELOOP when it would leave).
+
+    openat2(2).
+    """
     how = _OpenHow(flags | os.O_CLOEXEC, mode, resolve)
     return _call("openat2", dirfd, _path(path), ctypes.byref(how), ctypes.sizeof(how), paths=(path,))
 
@@ -254,7 +266,10 @@ def prctl(option: int, arg2: int = 0, arg3: int = 0, arg4: int = 0, arg5: int = 
 
 
 def syncfs(fd: int) -> None:
-    """Write out the whole file system that holds `fd`; EIO if any write back failed since the fd was opened.  syncfs(2)."""
+    """Write out the whole file system that holds `fd`; EIO if any write back failed since the fd was opened.
+
+    syncfs(2).
+    """
     _check(_libc.syncfs(ctypes.c_int(fd)), "syncfs")
 
 
@@ -289,7 +304,8 @@ def clone3_errno_with_bad_cgroup() -> int:
 
 
 def clone_sleeper(flags: int, stack: ctypes.Array[ctypes.c_char], seconds: int) -> int:
-    """Clone a child that runs the C library's sleep(seconds) on `stack` and exits; returns its pid.  clone(2).
+    """Clone a child that runs the C library's sleep(seconds) on `stack` and exits; returns its pid.
+    clone(2).
 
     The child never executes Python, so this is safe in a process with threads even when `flags` has CLONE_VM.
     `stack` must stay alive until the child is reaped.

@@ -15,11 +15,11 @@ SIZE = 65536
 
 
 def create(base: int, size: int = SIZE) -> int:
-    """fd of a new user namespace in which id N is id base+N outside, for N below `size`, users and groups alike.
+    """fd of a new user namespace in which user and group N, N below `size`, are base+N outside.
 
-    Only a process can be in a namespace that was just made, so one lives for a moment to be mapped from outside;
-    the fd keeps the namespace.  Needs CAP_SETUID and CAP_SETGID.  Raises OSError (ENOSPC: the limit in
-    /proc/sys/user/max_user_namespaces; EPERM: the host forbids them).
+    Only a process can be in a namespace that was just made, so one lives for a moment to be mapped from
+    outside; the fd keeps the namespace.  Needs CAP_SETUID and CAP_SETGID.  Raises OSError (ENOSPC: the limit
+    in /proc/sys/user/max_user_namespaces; EPERM: the host forbids them).
     """
     if base < 0 or size <= 0 or base + size > 1 << 32:
         raise ValueError(f"id range {base}+{size}: outside 0 to {(1 << 32) - 1}")
