@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sources that another program brings: registries through skopeo, Debian through mmdebstrap.
+
+What belongs here: their command lines.  What does not: reading what they bring.  Both run in the import's process
+(worker), whose end is theirs.
+"""
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from dsecd.core.images.reader import Program, Read
+from dsecd.linux import proc
+from libdsec.errors import BackendFailed, InvalidSpec
+
+_PULL_TIMEOUT_S = 6 * 3600.0
+_BOOTSTRAP_TIMEOUT_S = 2 * 3600.0
+#: What skopeo may read from: nothing that starts a program or talks to a daemon with root's rights.
+TRANSPORTS = ("docker://", "oci:", "oci-archive:", "docker-archive:", "dir:")
+_PROXY = re.compile(r'^Acquire::(https?)::Proxy "([^"]+)";$', re.MULTILINE)
+#: Of the daemon's environment these reach programs that use the network.
+PASSED_ENV = (
+    "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "SSL_CERT_FILE", "SSL_CERT_DIR",
+    "HOME", "REGISTRY_AUTH_FILE",
+)
+
+
+def _network_env(scratch: Path) -> dict[str, str]:
+    passed = {name: os.environ[name] for name in PASSED_ENV if name in os.environ}
+    return {**proc.MINIMAL_ENV, **passed, "TMPDIR": os.fspath(scratch)}
+
+
+def registry(source: str, scratch: Path) -> Path:
+    """Fetch an image into an OCI layout below `scratch`.  Blocks.  Raises InvalidSpec, BackendFailed.
+
+    A bare name after docker:// means what skopeo makes of it.  The copy is checked by digest again when it is read.
+    """
+    if not source.startswith(TRANSPORTS):
+        raise InvalidSpec(
+            f"pull {source[:200]!r}: expected one of {', '.join(TRANSPORTS)}", hint="write docker://registry/name:tag"
+        )
+    layout = scratch / "pulled"
+    try:
+        proc.run_blocking(
+            ["skopeo", "copy", "--quiet", "--retry-times=2", "--", source, f"oci:{layout}:pulled"],
+            timeout_s=_PULL_TIMEOUT_S, env=_network_env(scratch),
+        )
+    except proc.ProcessFailed as error:
+        raise BackendFailed(f"pull {source!r}: {error.stderr[-400:] or error}") from error
+    return layout
+
+
+def debian(
+    suite: str, variant: str, include: tuple[str, ...], mirror: str | None, scratch: Path
+) -> tuple[Read, Callable[[], None]]:
+    """Start building a Debian root file system: a reader of its tar, and what closes it.
+
+    apt's proxy on this host is used; nothing of the host's apt settings gets into the image.
+    """
+    argv = ["mmdebstrap", "--quiet", "--mode=root", f"--variant={variant}", "--format=tar", "--skip=output/mknod"]
+    if include:
+        argv.append(f"--include={','.join(include)}")
+    argv += ["--", suite, "/dev/fd/3"]
+    if mirror is not None:
+        argv.append(mirror)
+    program = Program(argv, timeout_s=_BOOTSTRAP_TIMEOUT_S, env=_network_env(scratch) | _apt_proxies())
+    return program.read, program.close
+
+
+def _apt_proxies() -> Mapping[str, str]:
+    done = proc.run_blocking(["apt-config", "dump"], timeout_s=30, check=False)
+    found = _PROXY.findall(done.stdout.decode("utf-8", "replace"))
+    return {f"{scheme}_proxy": url for scheme, url in found if url != "DIRECT"}
