@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+# Every target enters the private root by itself; inside it, ./dev only runs its command.
+
+DEV = ./dev
+# What runs inside: one make for all of a target, so that the root is entered once.
+INSIDE = $(DEV) $(MAKE) --no-print-directory
+PYTEST = python3 -m pytest --junit-xml="$$DSEC_DEV_CACHES/junit.xml"
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-unit test-host lint bench agent agent-check clean inside-test
+
+help: ## show this
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: ## from nothing to commands in a sandbox, with a daemon killed in between
+	@$(INSIDE) agent
+	@$(DEV) demo/run
+
+test: ## everything: agent, linters, unit and host tests
+	@$(INSIDE) inside-test
+
+test-unit: ## tests that need no root rights
+	@$(DEV) sh -c '$(PYTEST) tests/unit'
+
+test-host: ## tests against this machine's kernel
+	@$(INSIDE) agent
+	@$(DEV) sh -c '$(PYTEST) tests/host'
+
+lint: ## ruff and mypy
+	@$(DEV) sh -c 'status=0; ruff check --quiet || status=1; \
+		env -u PYTHONPATH mypy --no-error-summary || status=1; exit $$status'
+
+bench: ## the figures of SPECIFICATION.md, beside their peers
+	@$(INSIDE) agent
+	@$(DEV) python3 -m tests.perf
+
+agent: ## build the agent
+	@$(DEV) $(MAKE) --no-print-directory -C agent
+
+agent-check: ## the agent's own tests, with sanitizers
+	@$(DEV) $(MAKE) --no-print-directory -C agent check
+
+clean: ## remove what was built in the checkout; the cache of ./dev stays
+	rm -rf build dist *.egg-info
+
+# All parts run even when one fails; pytest has the last word on the screen.
+inside-test:
+	@status=0; \
+	$(MAKE) --no-print-directory agent || status=1; \
+	$(MAKE) --no-print-directory lint || status=1; \
+	$(PYTEST) tests/unit tests/host || status=1; \
+	[ $$status = 0 ] || echo "make test: failed, see above" >&2; \
+	exit $$status

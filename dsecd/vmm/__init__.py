@@ -1,0 +1,5 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Virtual machine monitors behind one small interface.
+
+Planned: QEMU and Firecracker, for the microvm and fullvm backends. Not here: what a sandbox is.
+"""

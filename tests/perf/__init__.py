@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Benchmarks: what SPECIFICATION.md promises in figures, measured beside its peers."""
