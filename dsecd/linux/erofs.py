@@ -20,8 +20,21 @@ def make_index(headers: Path, image: Path, *, timeout_s: float = 600) -> None:
     """Write the metadata image of a "headerball": a PAX tar whose members have sizes but no content.  Blocks.
 
     The result is a function of `headers` alone, byte by byte.  Regular files become size-correct stubs whose
-    `trusted.overlay.*` attributes (PAX records `SCHILY.xattr.NAME`) tell OverlayFS where the data is.
-    Raises ProcessFailed with what mkfs.erofs said; no image is left then.
+    `trusted.overlay.*` attributes (PAX records `SCHILY.xattr.NAME`) tell OverlayFS where the data is; read
+    without OverlayFS they are zeros.  Raises ProcessFailed with what mkfs.erofs said; no image is left then.
+
+    Where mkfs.erofs 1.8.6 differs from what a writer of tar archives expects:
+
+    - A directory that has no member of its own, the root ("." or "./") too, gets mode 0777 and owner 0.
+    - The fraction of a PAX `mtime` counts nanoseconds: "7.5" is 7 s and 5 ns, and more than nine digits spoil
+      the seconds.  Write nine digits, always; before 1970 the fraction is added, so -5.25 s is "-6.750000000".
+    - A hard link must come after the member it names (else "No such file or directory").
+    - An absolute name crashes it; ".." is resolved, not refused; of two members with one name the last wins.
+    - The name of an attribute ends at its first "=".  Attributes outside user., trusted., security. and the POSIX
+      ACLs are dropped without a word, and one file's may take about 32,000 bytes in all ("Input/output error").
+      `LIBARCHIVE.xattr` records are refused.
+    - An id above 4,294,967,295 is cut to its low 32 bits.
+    - `.wh.` names stay ordinary files (no --aufs): whiteouts must be character devices 0/0.
     """
     argv: list[str | Path] = [
         "mkfs.erofs", "--quiet",

@@ -17,6 +17,9 @@ from dsecd.linux import syscalls
 #: More lower layers than this are refused by the kernel.
 MAX_LAYERS = 500
 
+#: What mountinfo shows as the source of our mounts.
+_SOURCE = "dsec"
+
 
 def mount(
     *, lower: Sequence[Path], data: Sequence[Path], upper: Path | None, work: Path | None, fsuid: int | None,
@@ -47,12 +50,12 @@ def mount(
         # one.
         options += [("metacopy", "on"), ("redirect_dir", "on" if upper is not None else "follow")]
         try:
-            with _fs_ids(fsuid) if fsuid is not None else contextlib.nullcontext():
-                fd = mounts.new_mount("overlay", source="dsec", options=options)
+            with acting_as(fsuid) if fsuid is not None else contextlib.nullcontext():
+                fd = mounts.new_mount("overlay", source=_SOURCE, options=options)
         except OSError as error:
-            # The kernel names the option at best; which stack it was is what a reader looks for.
-            error.filename2 = os.fspath(upper or (*lower, *data, Path())[0])
-            raise
+            if error.filename != _SOURCE:
+                raise  # It names the option and the layer that was refused.
+            raise OSError(error.errno, error.strerror, os.fspath(upper or (*lower, Path())[0])) from error
     if upper is not None and os.fstatvfs(fd).f_flag & os.ST_RDONLY:
         # When the kernel cannot create its directory below work, it only notes that in its log and goes on.
         os.close(fd)
@@ -62,7 +65,7 @@ def mount(
 
 
 @contextlib.contextmanager
-def _fs_ids(uid: int) -> Iterator[None]:
+def acting_as(uid: int) -> Iterator[None]:
     """The calling thread acts on files as `uid`, keeping its capabilities, until the block ends."""
     before = syscalls.prctl(syscalls.PR_GET_SECUREBITS)
     # Without this the switch to a uid other than 0 takes CAP_DAC_OVERRIDE and its like away.
