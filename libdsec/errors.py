@@ -2,7 +2,7 @@
 """The error tree: every failure a user of dsec can meet, with its stable code, HTTP status and CLI exit status.
 
 Here: the exception classes, the table from code to class, and the conversion to and from the wire form
-``{"code", "message", "hint", "details", "request_id"}``. Not here: text for a particular failure (whoever raises knows it).
+``{"code", "message", "hint", "details", "request_id"}``. Not here: text for a particular failure.
 
 The tree::
 
@@ -27,8 +27,8 @@ from typing import Any, ClassVar
 class DsecError(Exception):
     """Base of all errors.
 
-    ``details`` are typed extras for programs; ``hint`` is one imperative sentence for people; ``retryable`` says whether
-    the same request may succeed later without a change.
+    ``details`` are typed extras for programs; ``hint`` is one imperative sentence for people; ``retryable`` says
+    whether the same request may succeed later without a change.
     """
 
     code: ClassVar[str] = "internal"

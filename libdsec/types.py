@@ -47,7 +47,7 @@ def _base64(value: bytes) -> str:
     return base64.b64encode(value).decode()
 
 
-#: Raw bytes in Python, base64 with the standard alphabet in JSON. (pydantic's own Base64Bytes wants base64 in Python too.)
+#: Raw bytes in Python, base64 with the standard alphabet in JSON. (pydantic's Base64Bytes wants base64 in Python too.)
 Bytes = Annotated[
     bytes,
     PlainSerializer(_base64, return_type=str, when_used="json"),

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The few things that differ between asyncio and threads. ``libdsec/_sync/primitives.py`` is its hand-written twin.
+
+Here: sleeping, locks, blocking calls, a job beside the caller, one WebSocket. Not here: anything that knows the API.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import ParamSpec, TypeVar
+
+from websockets.asyncio.client import ClientConnection, unix_connect
+from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketException
+
+from libdsec.connection import (
+    CLOSE_TIMEOUT_S,
+    MAX_MESSAGE_BYTES,
+    OPEN_TIMEOUT_S,
+    error_of_handshake,
+    unreachable,
+)
+from libdsec.errors import ConnectionFailed
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+Lock = asyncio.Lock
+sleep = asyncio.sleep
+
+
+async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run a blocking call without stopping the loop."""
+    return await asyncio.to_thread(function, *args, **kwargs)
+
+
+@asynccontextmanager
+async def beside(job: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+    """Run ``job`` beside the block; leaving the block waits for it, failing in the block cancels it."""
+
+    async def run() -> None:
+        await job()
+
+    task = asyncio.ensure_future(run())
+    try:
+        yield
+    except BaseException:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        raise
+    await task
+
+
+class WebSocket:
+    """One WebSocket over the daemon's Unix socket. Every failure is a ConnectionFailed or the daemon's own error."""
+
+    def __init__(self, connection: ClientConnection) -> None:
+        self._connection = connection
+
+    @classmethod
+    async def connect(cls, socket: str, target: str, agent: str) -> WebSocket:
+        """Open ``target`` (path and query)."""
+        try:
+            # No keep-alive pings: the kernel tells when the peer of a Unix socket is gone, and a reader that is slow on
+            # purpose would answer no ping. No compression: it costs more than it saves inside one machine.
+            connection = await unix_connect(
+                socket,
+                f"ws://dsec{target}",
+                compression=None,
+                max_size=MAX_MESSAGE_BYTES,
+                open_timeout=OPEN_TIMEOUT_S,
+                close_timeout=CLOSE_TIMEOUT_S,
+                ping_interval=None,
+                user_agent_header=agent,
+                proxy=None,
+            )
+        except InvalidStatus as exc:
+            raise error_of_handshake(exc.response.status_code, exc.response.body) from exc
+        except (OSError, EOFError, WebSocketException) as exc:
+            raise unreachable(socket, exc) from exc
+        return cls(connection)
+
+    async def receive(self) -> bytes | str:
+        """The next message."""
+        try:
+            return await self._connection.recv()
+        except ConnectionClosed as exc:
+            raise ConnectionFailed("read from the daemon: the connection was closed", sent=True) from exc
+
+    async def send(self, message: bytes | str) -> None:
+        """Send one message; waits while the daemon does not read."""
+        try:
+            await self._connection.send(message)
+        except ConnectionClosed as exc:
+            raise ConnectionFailed("write to the daemon: the connection was closed", sent=True) from exc
+
+    async def close(self) -> None:
+        """Close it; harmless when it is closed."""
+        try:
+            await self._connection.close()
+        except BaseException:
+            # Cancelled while shaking hands: the descriptor must not outlive us.
+            self._connection.transport.abort()
+            raise

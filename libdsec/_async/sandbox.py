@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The comfortable form: a sandbox as an object that is deleted when its block ends.
+
+Here: life and commands. Not here: files (``tree.py``), streams (``stream.py``), single calls (``calls.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Self, Unpack
+
+from libdsec import connection as c
+from libdsec import types as t
+from libdsec._async.calls import POLL_S
+from libdsec._async.client import AsyncClient
+from libdsec.errors import DsecError, TimedOut, WrongState
+from libdsec.options import ExecOptions, SpecOptions, as_bytes, exec_request, new_sandbox_id, settle
+
+
+class AsyncLife:
+    """What all sandboxes can do but run commands and hold files: the state machine."""
+
+    client: AsyncClient
+    _info: t.Sandbox | None
+    _id: str | None
+
+    @property
+    def id(self) -> str:
+        """Its id. Raises WrongState before it is created."""
+        if self._info is None:
+            raise WrongState(
+                "use a sandbox: it is not created yet", hint="use it in a with block, or call its create()"
+            )
+        return self._info.id
+
+    @property
+    def info(self) -> t.Sandbox:
+        """What the daemon said of it last; ``refresh`` asks again."""
+        if self._info is None or not self.id:
+            raise WrongState("look at a sandbox: it is not created yet")
+        return self._info
+
+    async def refresh(self) -> t.Sandbox:
+        """Ask the daemon what it is now."""
+        return self._keep(await self.client.inspect(self.id))
+
+    async def pause(self) -> t.Sandbox:
+        """Freeze its processes."""
+        return self._keep(await self.client.pause(self.id))
+
+    async def resume(self) -> t.Sandbox:
+        """Thaw its processes."""
+        return self._keep(await self.client.resume(self.id))
+
+    async def stop(self, *, grace_s: float = 5.0) -> t.Sandbox:
+        """End its processes (SIGTERM, ``grace_s`` seconds later SIGKILL) and keep its files."""
+        return self._keep(await self.client.stop(self.id, grace_s=grace_s))
+
+    async def start(self) -> t.Sandbox:
+        """Run it again after ``stop``."""
+        return self._keep(await self.client.start(self.id))
+
+    async def update(
+        self,
+        *,
+        labels: Mapping[str, str] | None = None,
+        ttl_s: float | None = None,
+        limits: t.Limits | None = None,
+    ) -> t.Sandbox:
+        """Change labels, TTL (seconds from now) or limits; what is None stays."""
+        given = dict(labels) if labels is not None else None
+        return self._keep(await self.client.update(self.id, labels=given, ttl_s=ttl_s, limits=limits))
+
+    async def wait(self, *states: str, timeout_s: float | None = None) -> t.Sandbox:
+        """Wait until it is in one of the states. Raises TimedOut after ``timeout_s``; None waits for ever."""
+        left_s = timeout_s
+        while True:
+            step_s = POLL_S if left_s is None else min(POLL_S, max(left_s, 0.0))
+            try:
+                return self._keep(await self.client.wait(self.id, states, wait_s=step_s))
+            except TimedOut:
+                if left_s is not None:
+                    left_s -= step_s
+                    if left_s <= 0:
+                        raise
+
+    async def delete(self) -> None:
+        """Delete it in any state; again is no error."""
+        if self._info is not None:
+            await self.client.delete(self._info.id)
+
+    def _keep(self, info: t.Sandbox) -> t.Sandbox:
+        self._info = info
+        return info
+
+
+class AsyncSandbox(AsyncLife):
+    """One sandbox.
+
+    ``async with AsyncSandbox(image="debian:trixie") as sandbox`` creates it on entering and deletes it on leaving;
+    without a block, ``create()`` and ``delete()`` do. ``get(id)`` is a handle to one that exists: leaving its block
+    deletes nothing.
+    """
+
+    def __init__(
+        self,
+        *,
+        image: str,
+        backend: str = "container",
+        workspace: str | None = None,
+        toolkits: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        ttl_s: float | None = None,
+        labels: Mapping[str, str] | None = None,
+        id: str | None = None,
+        idempotency_key: str | None = None,
+        client: AsyncClient | None = None,
+        **more: Unpack[SpecOptions],
+    ) -> None:
+        self._spec: t.SandboxSpec | None = c.build(
+            t.SandboxSpec,
+            "spec",
+            image=image,
+            backend=backend,
+            workspace=workspace,
+            toolkits=tuple(toolkits),
+            env=dict(env or {}),
+            ttl_s=ttl_s,
+            labels=dict(labels or {}),
+            **more,
+        )
+        # With a key of the caller's own the request must be the same each time, so no id is made up for it.
+        self._id = id or (None if idempotency_key else new_sandbox_id())
+        self._key = idempotency_key or c.new_key()
+        self._owned = True
+        self._connect(client)
+
+    def _connect(self, client: AsyncClient | None) -> None:
+        self.client = client if client is not None else AsyncClient()
+        self._own_client = client is None
+        self._info = None
+
+    @classmethod
+    async def get(cls, id: str, *, client: AsyncClient | None = None) -> Self:
+        """A handle to a sandbox that exists. Raises NotFound."""
+        self = cls.__new__(cls)
+        self._spec, self._id, self._key, self._owned = None, id, "", False
+        self._connect(client)
+        try:
+            self._info = await self.client.inspect(id)
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def create(self) -> Self:
+        """Create it, unless it is. Raises InvalidSpec, NotFound (image), NoCapacity, FeatureMissing, BackendFailed."""
+        if self._info is not None or self._spec is None:
+            return self
+        try:
+            self._info = await self.client.create(self._spec, id=self._id, idempotency_key=self._key)
+        except DsecError:
+            raise
+        except BaseException:
+            # Interrupted: the daemon may be creating it, and nobody else knows its name.
+            if self._id is not None:
+                await self.client.delete(self._id)
+            raise
+        return self
+
+    async def close(self) -> None:
+        """Release the connections; the sandbox goes on."""
+        if self._own_client:
+            await self.client.close()
+
+    async def __aenter__(self) -> Self:
+        try:
+            return await self.create()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if self._owned:
+                await self.delete()
+        except DsecError as error:
+            if exc is None:
+                raise
+            exc.add_note(f"and sandbox '{self.id}' could not be deleted: {error.message}")
+        finally:
+            await self.close()
+
+    async def exec(
+        self,
+        *command: str | Sequence[str],
+        check: bool = False,
+        stdin: bytes | str | None = None,
+        **options: Unpack[ExecOptions],
+    ) -> t.ExecResult:
+        """Run a command to its end: ``exec("ls", "-l")`` or ``exec(["ls", "-l"])``, no shell.
+
+        A non-zero status is a result, and raises ExecFailed with ``check``. Raises ExecTimeout (``result`` has what it
+        printed before) at ``timeout_s`` or ``idle_timeout_s``, ExecNotStarted, and InfraError when the failure is not
+        the command's. Output beyond ``max_output_bytes`` per stream is dropped and said so in the result.
+        """
+        request = exec_request(command, stdin=as_bytes(stdin), **options)
+        result = await self.client.exec(self.id, request)
+        settle(self.id, request.argv, result, check=check)
+        return result

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The few things that differ between asyncio and threads. ``libdsec/_async/primitives.py`` is its hand-written twin.
+
+Here: sleeping, locks, blocking calls, a job beside the caller, one WebSocket. Not here: anything that knows the API.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
+
+from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketException
+from websockets.sync.client import ClientConnection, unix_connect
+
+from libdsec.connection import (
+    CLOSE_TIMEOUT_S,
+    MAX_MESSAGE_BYTES,
+    OPEN_TIMEOUT_S,
+    error_of_handshake,
+    unreachable,
+)
+from libdsec.errors import ConnectionFailed
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+Lock = threading.Lock
+sleep = time.sleep
+
+
+def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run a blocking call: here simply that."""
+    return function(*args, **kwargs)
+
+
+@contextmanager
+def beside(job: Callable[[], None]) -> Iterator[None]:
+    """Run ``job`` in a thread beside the block; leaving the block waits for it and passes its error on."""
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            job()
+        except BaseException as exc:  # noqa: BLE001  handed to the caller's thread below
+            failure.append(exc)
+
+    thread = threading.Thread(target=run, name="libdsec", daemon=True)
+    thread.start()
+    yield
+    thread.join()
+    if failure:
+        raise failure[0]
+
+
+class WebSocket:
+    """One WebSocket over the daemon's Unix socket. Every failure is a ConnectionFailed or the daemon's own error."""
+
+    def __init__(self, connection: ClientConnection) -> None:
+        self._connection = connection
+
+    @classmethod
+    def connect(cls, socket: str, target: str, agent: str) -> WebSocket:
+        """Open ``target`` (path and query)."""
+        try:
+            # See the twin for why there are no pings and no compression.
+            connection = unix_connect(
+                socket,
+                f"ws://dsec{target}",
+                compression=None,
+                max_size=MAX_MESSAGE_BYTES,
+                open_timeout=OPEN_TIMEOUT_S,
+                close_timeout=CLOSE_TIMEOUT_S,
+                ping_interval=None,
+                user_agent_header=agent,
+                proxy=None,
+            )
+        except InvalidStatus as exc:
+            raise error_of_handshake(exc.response.status_code, exc.response.body) from exc
+        except (OSError, EOFError, WebSocketException) as exc:
+            raise unreachable(socket, exc) from exc
+        return cls(connection)
+
+    def receive(self) -> bytes | str:
+        """The next message."""
+        try:
+            return self._connection.recv()
+        except ConnectionClosed as exc:
+            raise ConnectionFailed("read from the daemon: the connection was closed", sent=True) from exc
+
+    def send(self, message: bytes | str) -> None:
+        """Send one message; waits while the daemon does not read."""
+        try:
+            self._connection.send(message)
+        except ConnectionClosed as exc:
+            raise ConnectionFailed("write to the daemon: the connection was closed", sent=True) from exc
+
+    def close(self) -> None:
+        """Close it; harmless when it is closed."""
+        self._connection.close()
