@@ -159,11 +159,19 @@ class TarBundle:
 
 def read_image(bundle: Bundle, reference: str | None, what: str) -> Image:
     """Choose an image and read what it consists of.  Raises InvalidSpec, NotFound for an unknown `reference`."""
+    docker = bundle.exists("manifest.json")
     if bundle.exists("index.json") and bundle.exists("oci-layout"):
-        return _oci_image(bundle, reference, what)
-    if bundle.exists("manifest.json"):
+        try:
+            return _oci_image(bundle, reference, what)
+        except NotFound:
+            # Newer `docker save` writes both; the whole names are in the older form only.
+            if not docker:
+                raise
+    if docker:
         return _docker_image(bundle, reference, what)
-    raise InvalidSpec(f"import {what}: neither an OCI layout (oci-layout, index.json) nor docker-archive (manifest.json)")
+    raise InvalidSpec(
+        f"import {what}: neither an OCI layout (oci-layout, index.json) nor a docker-archive (manifest.json)"
+    )
 
 
 @contextlib.contextmanager
@@ -337,9 +345,19 @@ def _objects(value: Json, key: str, what: str) -> list[Json]:
 
 def _config(value: Json) -> Config:
     config = _mapping(value.get("config"))
-    labels = _mapping(config.get("Labels"))
     return Config(
         env=_texts(config, "Env"), user=_text(config, "User"), workdir=_text(config, "WorkingDir"),
-        entrypoint=_texts(config, "Entrypoint"), cmd=_texts(config, "Cmd"),
-        labels={name: label for name, label in labels.items() if isinstance(label, str)},
+        entrypoint=_texts(config, "Entrypoint"), cmd=_texts(config, "Cmd"), labels=_labels(config, "Labels"),
     )
+
+
+def config_from(value: Json) -> Config:
+    """A configuration from its own plain form, the fields of Config."""
+    return Config(
+        env=_texts(value, "env"), user=_text(value, "user"), workdir=_text(value, "workdir"),
+        entrypoint=_texts(value, "entrypoint"), cmd=_texts(value, "cmd"), labels=_labels(value, "labels"),
+    )
+
+
+def _labels(value: Json, key: str) -> dict[str, str]:
+    return {name: label for name, label in _mapping(value.get(key)).items() if isinstance(label, str)}

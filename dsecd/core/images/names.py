@@ -15,7 +15,7 @@ DIGEST_PREFIX_MIN = 12
 
 _NAME = re.compile(r"[a-z0-9]+(?:[._-]+[a-z0-9]+)*(?:/[a-z0-9]+(?:[._-]+[a-z0-9]+)*)*")
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-_HEX = re.compile(r"[0-9a-f]{%d,64}" % DIGEST_PREFIX_MIN)
+_HEX = re.compile(rf"[0-9a-f]{{{DIGEST_PREFIX_MIN},64}}")
 _NAME_MAX = 128
 _TAG_MAX = 128
 

@@ -103,7 +103,8 @@ class ObjectWriter:
         Reads all of the contents now.  Raises OSError (also one that a worker met earlier) and what reading raises.
         """
         if contents.size <= SMALL_BYTES:
-            self.add_bytes(node, b"".join(_ZEROS[:part] if isinstance(part, int) else part for part in contents.segments))
+            pieces = (_ZEROS[:part] if isinstance(part, int) else part for part in contents.segments)
+            self.add_bytes(node, b"".join(pieces))
         else:
             self._add_large(node, contents)
 

@@ -7,7 +7,7 @@ What belongs here: their command lines.  What does not: reading what they bring.
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from dsecd.core.images.reader import Program, Read
@@ -68,7 +68,7 @@ def debian(
     return program.read, program.close
 
 
-def _apt_proxies() -> Mapping[str, str]:
+def _apt_proxies() -> dict[str, str]:
     done = proc.run_blocking(["apt-config", "dump"], timeout_s=30, check=False)
     found = _PROXY.findall(done.stdout.decode("utf-8", "replace"))
     return {f"{scheme}_proxy": url for scheme, url in found if url != "DIRECT"}

@@ -53,7 +53,7 @@ class ForwardReader:
         self.what = what
         self._buffer = memoryview(b"")
         self._position = 0
-        self._hash: "hashlib._Hash | None" = None
+        self._hash: hashlib._Hash | None = None
 
     def hashing(self) -> "ForwardReader":
         """Also compute the SHA-256 of everything read from here on, for `hexdigest`."""
@@ -184,7 +184,6 @@ def decompressed(read: Read, make: Callable[[], SupportsDecompress], what: str) 
     data = b""
     while True:
         machine = make()
-        started = False
         while not machine.eof:
             if machine.needs_input and not data:
                 data = read(CHUNK_BYTES)
@@ -193,8 +192,8 @@ def decompressed(read: Read, make: Callable[[], SupportsDecompress], what: str) 
             try:
                 plain = machine.decompress(data, CHUNK_BYTES)
             except (zlib.error, lzma.LZMAError, OSError) as error:
-                raise InvalidSpec(f"import {what}: damaged {'' if started else 'or unknown '}compressed data: {error}")
-            data, started = b"", True
+                raise InvalidSpec(f"import {what}: damaged compressed data: {error}") from error
+            data = b""
             if plain:
                 yield plain
         data = machine.unused_data.lstrip(b"\0") or read(CHUNK_BYTES).lstrip(b"\0")
@@ -224,7 +223,8 @@ class Ahead:
                 if self._stop.is_set():
                     return
             self._put(self._END)
-        except BaseException as error:  # carried over to the reading thread, which raises it
+        # Broad: a boundary between threads; the reading one raises it.
+        except BaseException as error:  # noqa: BLE001
             self._put(error)
 
     def _put(self, item: bytes | BaseException) -> None:
@@ -323,7 +323,9 @@ def open_stream(read: Read, what: str, stack: contextlib.ExitStack) -> ForwardRe
         return pending.pop() if pending else read(size)
 
     if head.startswith(ZSTD_MAGIC):
-        program = Program(["zstd", "-dcq", "-o", "/dev/fd/3", "-f", "/dev/fd/4"], timeout_s=_ZSTD_TIMEOUT_S, feed=joined)
+        # -f: the operands are symbolic links and the output exists.
+        argv = ["zstd", "-dqf", "-o", "/dev/fd/3", "--", "/dev/fd/4"]
+        program = Program(argv, timeout_s=_ZSTD_TIMEOUT_S, feed=joined)
         stack.callback(program.close)
         return ForwardReader(program.read, what)
     for magic, make in ((GZIP_MAGIC, _Gzip), (BZIP2_MAGIC, bz2.BZ2Decompressor), (XZ_MAGIC, _xz)):

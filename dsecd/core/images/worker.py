@@ -62,6 +62,7 @@ class Job:
     config: dict[str, object] | None = None
     max_entries: int = Limits.max_entries
     max_bytes: int = Limits.max_bytes
+    reserve_bytes: int = RESERVE_BYTES
     #: For kind "debian": suite is `source`.
     include: tuple[str, ...] = ()
     variant: str = "minbase"
@@ -80,6 +81,7 @@ class Staged:
     objects_new: int
     bytes_new: int
     config: dict[str, object]
+    prefix: str
     manifest_digest: str | None
 
 
@@ -89,6 +91,8 @@ class Progress:
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._next = 0.0
+        #: Called as often as progress is sent; raises to stop the import.
+        self.check: Callable[[], None] = lambda: None
         self.phase = "starting"
         self.done = 0
         self.total: int | None = None
@@ -108,6 +112,7 @@ class Progress:
 
     def _send(self) -> None:
         self._next = time.monotonic() + _PROGRESS_INTERVAL_S
+        self.check()
         if self._fd < 0:
             return
         entries, new, new_bytes = self.counts()
@@ -115,7 +120,10 @@ class Progress:
             "phase": self.phase, "bytes_done": self.done, "bytes_total": self.total, "entries": entries,
             "objects_new": new, "bytes_new": new_bytes,
         })
-        os.write(self._fd, line.encode() + b"\n")
+        try:
+            os.write(self._fd, line.encode() + b"\n")
+        except BrokenPipeError:
+            os._exit(1)  # the daemon is gone, and so is whoever would want this image
 
 
 def stage(job: Job, progress: Progress) -> Staged:
@@ -142,15 +150,18 @@ def _stage(job: Job, staging: Path, progress: Progress, stack: contextlib.ExitSt
     tree = Tree(Limits(job.max_entries, job.max_bytes))
     writer = stack.enter_context(ObjectWriter(Path(job.objects), objects))
     progress.counts = lambda: (tree.entries, writer.written.new, writer.written.new_bytes)
+    progress.check = lambda: _check_space(job)
     config, manifest_digest = _read_source(job, tree, writer, staging / _SCRATCH, progress, stack)
     written = writer.finish()
     if job.config is not None:
-        config = bundle.Config(**_tuples(job.config))
-    tree.graft(split_name(os.fsencode(job.prefix)))
+        config = bundle.config_from(job.config)
+    above = split_name(os.fsencode(job.prefix))
+    prefix = "/" + os.fsdecode(b"/".join(above))
+    tree.graft(above)
     used = {node.digest for _, node in tree.walk() if node.digest is not None}
     writer.drop_unused(used)
     progress.start("index")
-    plain = _plain_config(config, job.prefix)
+    plain = _plain_config(config, prefix)
     entries, size = _make_layer(tree, staging, plain)
     write_manifest(staging / MANIFEST, written.sizes)
     progress.start("sync")
@@ -161,8 +172,16 @@ def _stage(job: Job, staging: Path, progress: Progress, stack: contextlib.ExitSt
     return Staged(
         digest=_sha256(layer), entries=entries, size_bytes=size, metadata_bytes=layer.stat().st_size,
         objects=len(written.sizes), objects_new=written.new, bytes_new=written.new_bytes,
-        config={key: value for key, value in plain.items() if key != "prefix"}, manifest_digest=manifest_digest,
+        config={key: value for key, value in plain.items() if key != "prefix"}, prefix=prefix,
+        manifest_digest=manifest_digest,
     )
+
+
+def _check_space(job: Job) -> None:
+    """Stop before the disk is full: sandboxes write to it too."""
+    space = os.statvfs(job.staging)
+    if space.f_bavail * space.f_frsize < job.reserve_bytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _make_layer(tree: Tree, staging: Path, config: dict[str, object]) -> tuple[int, int]:
@@ -170,8 +189,7 @@ def _make_layer(tree: Tree, staging: Path, config: dict[str, object]) -> tuple[i
     canonical = json.dumps(config, sort_keys=True, separators=(",", ":")).encode()
     headers = staging / "headers.tar"
     with open(headers, "wb", buffering=1 << 20) as file:
-        for piece in tar_of(tree, hashlib.sha256(canonical).hexdigest().encode()):
-            file.write(piece)
+        file.writelines(tar_of(tree, hashlib.sha256(canonical).hexdigest().encode()))
     erofs.make_index(headers, staging / LAYER)
     headers.unlink()
     (staging / LAYER).chmod(0o444)
@@ -184,10 +202,6 @@ def _plain_config(config: bundle.Config, prefix: str) -> dict[str, object]:
     plain["labels"] = dict(config.labels or {})
     plain["prefix"] = prefix
     return {key: list(value) if isinstance(value, tuple) else value for key, value in plain.items()}
-
-
-def _tuples(config: dict[str, object]) -> dict[str, object]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in config.items()}
 
 
 def _sha256(path: Path) -> str:
@@ -220,7 +234,8 @@ def _read_source(
         return bundle.Config(env=("PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",)), None
     if kind == "registry":
         progress.start("pull")
-        return _read_bundle(bundle.DirectoryBundle(pull.registry(job.source, scratch)), None, tree, writer, job, progress)
+        layout = bundle.DirectoryBundle(pull.registry(job.source, scratch))
+        return _read_bundle(layout, None, tree, writer, job, progress)
     if kind == "oci-layout":
         return _read_bundle(bundle.DirectoryBundle(Path(job.source)), job.reference, tree, writer, job, progress)
     with contextlib.ExitStack() as plain:
@@ -300,7 +315,7 @@ def _is_archive_of_archives(source: str) -> bool:
             # As in tarstream: the reader has all that tarfile needs.
             archive = tarfile.TarFile(fileobj=reader, mode="r")  # type: ignore[arg-type]
             while (member := archive.next()) is not None:
-                archive.members.clear()
+                archive.members.clear()  # type: ignore[attr-defined]
                 name = posixpath.normpath(member.name)
                 if name in ("manifest.json", "index.json"):
                     return True
