@@ -39,6 +39,10 @@ class Tasks:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("task failed task=%s", task.get_name(), exc_info=error)
 
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
     def __len__(self) -> int:
         return len(self._tasks)
 

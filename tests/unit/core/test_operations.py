@@ -16,7 +16,7 @@ from dsecd.core.schema import MIGRATIONS
 from dsecd.core.store import Store
 from dsecd.core.tasks import Tasks
 from libdsec.errors import Denied, NoCapacity, NotFound, WrongState
-from libdsec.types import ErrorBody, ImportProgress, OperationState
+from libdsec.types import ErrorBody, ImportProgress, Operation, OperationState
 
 ALICE = from_peer(1000, 1000, 1, frozenset(), admin_gid=None)
 BOB = from_peer(1001, 1001, 1, frozenset(), admin_gid=None)
@@ -70,7 +70,8 @@ def test_a_job_reports_progress_and_its_result_survives_a_restart(tmp_path: Path
         (listed,) = operations.list(ALICE)
         assert (listed.id, listed.result) == (ids[0].id, None)
 
-    go, reported, ids = asyncio.Event(), asyncio.Event(), []
+    go, reported = asyncio.Event(), asyncio.Event()
+    ids: list[Operation] = []
     run(tmp_path, first)
     assert ids[0].result[0]["code"] == "c"
     run(tmp_path, second)

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The daemon's configuration: what may be set, the defaults, and reading it from TOML files.
+
+Here: values and their checks; all faults of all files are told at once, each with file and key. Not here:
+acting on them.
+
+``/etc/dsec/dsecd.toml`` is read first, then ``/etc/dsec/dsecd.toml.d/*.toml`` in the order of their names; a
+later file overrides single keys of an earlier one. With ``--config FILE`` it is FILE and ``FILE.d/*.toml``.
+Every directory can be set, so that several daemons can run side by side.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+DEFAULT_FILE = Path("/etc/dsec/dsecd.toml")
+
+#: Ids of one sandbox: a full 16-bit range, since images use ids up to 65534 ("nobody").
+RANGE_IDS = 65_536
+
+# Why here: above what useradd hands out to users (up to 60,000) and, by default, as subordinate ids (100,000
+# to 600,100,000, login.defs(5)), above systemd's dynamic users (61,184 to 65,519), inside the range that
+# systemd sets aside for containers (524,288 to 1,879,048,191, https://systemd.io/UIDS-GIDS/), and below 2^31,
+# since programs exist that read ids as signed numbers. 16,384 ranges end at 1,744,830,464. Hosts that map
+# directory users algorithmically (SSSD: 200,000 to 2,000,200,000 by default) have to choose another base;
+# check_ids looks at the files it can read.
+UID_BASE = 0x2800_0000
+UID_RANGES = 16_384
+
+# unix(7): sun_path holds 108 bytes, one of them the final zero.
+_SUN_PATH_MAX = 107
+
+
+class ConfigError(Exception):
+    """The configuration cannot be used; ``faults`` holds one line for each thing that is wrong."""
+
+    def __init__(self, faults: list[str]) -> None:
+        super().__init__("\n".join(faults))
+        self.faults = faults
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RequestLimits(_Section):
+    """What one client can make the daemon hold at a time. Root is not counted."""
+
+    max_request_bytes: int = Field(
+        256 << 20, ge=1 << 16, le=1 << 32, description="of one JSON body; routes may allow less"
+    )
+    max_connections_per_user: int = Field(
+        4096, ge=16, le=1 << 20, description="open at a time, for each uid but 0"
+    )
+
+
+class Config(_Section):
+    """All settings. Paths are absolute; nothing here is created or checked on disk."""
+
+    socket: Path = Path("/run/dsec/dsecd.sock")
+    socket_group: str = Field(
+        "dsec", description="group of the socket, when it exists; ignored for systemd's socket"
+    )
+    socket_mode: int = Field(0o660, ge=0o600, le=0o777, description='as a number (0o660) or a text ("0660")')
+    admin_group: str = Field(
+        "dsec-admin", description="its members may change images and see everybody's sandboxes"
+    )
+    state_dir: Path = Path("/var/lib/dsec")
+    cache_dir: Path = Path("/var/cache/dsec")
+    runtime_dir: Path = Path("/run/dsec")
+    cgroup_root: str = Field("dsec", description="cgroup of all sandboxes, relative to the cgroup2 mount")
+    uid_base: int = Field(UID_BASE, ge=RANGE_IDS, lt=1 << 32, description="first host id of the sandboxes")
+    uid_ranges: int = Field(UID_RANGES, ge=1, le=65_000, description="how many ranges of 65,536 ids")
+    agent: Path | None = Field(None, description="the agent's program; found by itself when not set")
+    require: tuple[str, ...] = Field(
+        (), description="features whose absence is fatal at start, see `dsecctl host`"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    limits: RequestLimits = RequestLimits()
+
+    @field_validator("socket_mode", mode="before")
+    @classmethod
+    def _mode_is_octal(cls, value: object) -> object:
+        if isinstance(value, str):
+            try:
+                return int(value, 8)
+            except ValueError:
+                raise ValueError(f'must be an octal mode such as "0660", got {value!r}') from None
+        return value
+
+    @field_validator("socket", "state_dir", "cache_dir", "runtime_dir", "agent")
+    @classmethod
+    def _path_is_absolute(cls, value: Path | None) -> Path | None:
+        if value is not None and (not value.is_absolute() or ".." in value.parts):
+            raise ValueError(f"must be an absolute path without '..', got {str(value)!r}")
+        return value
+
+    @field_validator("socket")
+    @classmethod
+    def _socket_path_fits(cls, value: Path) -> Path:
+        if len(os.fsencode(value)) > _SUN_PATH_MAX:
+            raise ValueError(
+                f"must be at most {_SUN_PATH_MAX} bytes long (unix(7)), has {len(os.fsencode(value))}"
+            )
+        return value
+
+    @field_validator("cgroup_root")
+    @classmethod
+    def _cgroup_is_relative(cls, value: str) -> str:
+        if not value or value.startswith("/") or any(part in ("", ".", "..") for part in value.split("/")):
+            raise ValueError(f"must be a relative path without empty, '.' and '..' parts, got {value!r}")
+        return value
+
+    @field_validator("uid_base")
+    @classmethod
+    def _ranges_are_aligned(cls, value: int) -> int:
+        if value % RANGE_IDS:
+            raise ValueError(f"must be a multiple of {RANGE_IDS}, got {value}")
+        return value
+
+    @model_validator(mode="after")
+    def _ids_fit(self) -> Config:
+        # The last range of 32 bits holds the ids that mean "none" (4294967295, and 65535 for old calls).
+        if self.uid_base + self.uid_ranges * RANGE_IDS > (1 << 32) - RANGE_IDS:
+            raise ValueError(
+                f"uid_ranges: {self.uid_ranges} ranges from {self.uid_base} go beyond 32-bit ids"
+            )
+        return self
+
+    @property
+    def agent_path(self) -> Path:
+        """The agent's program: as set, else the installed one, else the one built in this checkout."""
+        if self.agent is not None:
+            return self.agent
+        installed = Path("/usr/lib/dsec/dsec-agent")
+        built = Path(__file__).resolve().parent.parent / "build" / "agent" / "dsec-agent"
+        return built if built.exists() and not installed.exists() else installed
+
+    @property
+    def database(self) -> Path:
+        return self.state_dir / "state.db"
+
+
+# --- reading
+# -----------------------------------------------------------------------------------------------------
+
+
+def load(file: Path | None = None) -> Config:
+    """Read and check the configuration. Raises ConfigError with every fault. A missing default file is fine."""
+    faults: list[str] = []
+    merged: dict[str, Any] = {}
+    origin: dict[tuple[str, ...], Path] = {}
+    if file is not None and not file.exists():
+        faults.append(f"{file}: no such file")
+    for part in _files(file or DEFAULT_FILE):
+        try:
+            _merge(merged, tomllib.loads(part.read_text(encoding="utf-8")), part, origin)
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            faults.append(f"{part}: {error}")
+        except OSError as error:
+            faults.append(f"{part}: {error.strerror}")
+    config = Config()
+    try:
+        config = Config.model_validate(merged)
+    except ValidationError as error:
+        faults += [_fault(item, origin) for item in error.errors(include_url=False, include_input=False)]
+    if faults:
+        raise ConfigError(faults)
+    return config
+
+
+def _files(file: Path) -> Iterator[Path]:
+    if file.exists():
+        yield file
+    directory = file.with_name(file.name + ".d")
+    if directory.is_dir():
+        yield from sorted(directory.glob("*.toml"))
+
+
+def _merge(
+    into: dict[str, Any], new: Mapping[str, Any], file: Path, origin: dict[tuple[str, ...], Path], *above: str
+) -> None:
+    for name, value in new.items():
+        path = (*above, name)
+        origin[path] = file
+        if isinstance(value, dict) and isinstance(into.get(name), dict):
+            _merge(into[name], value, file, origin, *path)
+        elif isinstance(value, dict):
+            into[name] = {}
+            _merge(into[name], value, file, origin, *path)
+        else:
+            into[name] = value
+
+
+def _fault(error: Any, origin: Mapping[tuple[str, ...], Path]) -> str:
+    path = tuple(str(part) for part in error["loc"])
+    text = (
+        "unknown key"
+        if error["type"] == "extra_forbidden"
+        else str(error["msg"]).removeprefix("Value error, ")
+    )
+    if not path:  # a check over several keys names its key itself
+        path, _, text = (text.partition(": ")[0],), "", text.partition(": ")[2]
+    known = next((origin[path[:n]] for n in range(len(path), 0, -1) if path[:n] in origin), "default")
+    return f"{known}: {'.'.join(path)}: {text[:1].lower()}{text[1:]}"
+
+
+def check_ids(config: Config, etc: Path = Path("/etc")) -> list[str]:
+    """What on this host uses ids of the sandboxes' ranges: one line each.  Blocks.
+
+    Looks at the files of passwd(5), group(5), subuid(5) and subgid(5); a missing one holds nothing.
+    """
+    first, beyond = config.uid_base, config.uid_base + config.uid_ranges * RANGE_IDS
+    found = []
+    for name, start_field, count_field in (
+        ("passwd", 2, None),
+        ("group", 2, None),
+        ("subuid", 1, 2),
+        ("subgid", 1, 2),
+    ):
+        path = etc / name
+        try:
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        except FileNotFoundError:
+            continue
+        for line in lines:
+            fields = line.split(":")
+            try:
+                start = int(fields[start_field])
+                count = 1 if count_field is None else int(fields[count_field])
+            except (IndexError, ValueError):
+                continue
+            if start < beyond and start + count > first:
+                found.append(
+                    f"{path}: {fields[0]} has ids {start} to {start + count - 1}, which sandboxes would use"
+                )
+    return found
