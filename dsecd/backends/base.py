@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every backend is to the core: one small interface, and the box it works on.
+
+What belongs here: ``Backend``, ``Box``, ``Site`` and the translation of kernel errors into the user's. What
+does not: any one kind of sandbox (a file each beside this one), states and policy (``dsecd.core``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from dsecd.backends.agentlink.link import AgentLink, LinkLost
+from dsecd.backends.plan import Step
+from dsecd.linux.feature import FeatureMissing as KernelFeatureMissing
+from dsecd.linux.pidfd import Process
+from dsecd.linux.proc import ProcessFailed
+from libdsec import errors
+from libdsec.types import BackendState, Limits, SandboxSpec
+
+
+@dataclass(frozen=True)
+class Site:
+    """The places of this host that backends work in."""
+
+    state_dir: Path  # survives a reboot
+    runtime_dir: Path  # does not
+    cgroup_dir: Path  # the cgroup that holds all sandboxes
+    agent: Path  # the agent's program
+    objects_dir: Path  # file contents of all images
+    launch_ns: int  # fd of a mount namespace with few mounts, to start runtimes from
+    generation: int  # counts the daemon's starts
+
+
+@dataclass
+class Box:
+    """One sandbox as its backend sees it: what it is made of, and what of it runs."""
+
+    id: str
+    spec: SandboxSpec
+    uid_base: int  # first host id of its range
+    layers: tuple[Path, ...]  # mounted metadata images, top first
+    process: Process | None = None  # its init, as the host sees it
+    link: AgentLink | None = None
+    on_link_lost: Callable[[LinkLost], None] = field(default=lambda _lost: None)
+
+
+class Backend(Protocol):
+    """A kind of sandbox.
+
+    ``disk_steps`` make what survives a stop, ``run_steps`` what does not: create performs both, stop undoes the latter,
+    start performs them again, delete undoes both. All of them may be called for a box that an earlier daemon made.
+    """
+
+    name: str
+
+    def probe(self) -> BackendState: ...
+    def check(self, spec: SandboxSpec) -> list[str]:
+        """Raise FeatureMissing for what the spec asks for and this host lacks; name the defaults that are off."""
+        ...
+
+    def disk_steps(self, box: Box) -> Sequence[Step]: ...
+    def run_steps(self, box: Box) -> Sequence[Step]: ...
+    async def reconnect(self, box: Box) -> None:
+        """Set ``box.link`` anew to the agent of a box that runs. Raises SandboxLost."""
+        ...
+
+    async def pause(self, box: Box) -> None: ...
+    async def resume(self, box: Box) -> None: ...
+    def kill(self, box: Box) -> None:
+        """SIGKILL to everything in it, without waiting; nothing there is fine. Blocks. Runs in a thread."""
+        ...
+
+    async def shut_down(self, box: Box, grace_s: float) -> None:
+        """Ask it to end and wait; when it does not, kill it. Bounded: ``grace_s`` and a few seconds."""
+        ...
+
+    async def set_limits(self, box: Box, limits: Limits) -> None: ...
+    def death(self, box: Box) -> str:
+        """Why its processes ended, as far as the kernel can still tell: ``oom``, ``killed`` …"""
+        ...
+
+    def residents(self) -> set[str]:
+        """Ids of all boxes of which the kernel or the file system still has anything."""
+        ...
+
+
+@contextlib.contextmanager
+def translated(doing: str) -> Iterator[None]:
+    """Turn what lower layers raise into the user's errors, once, with the cause kept."""
+    try:
+        yield
+    except KernelFeatureMissing as error:
+        hint = "run 'dsecctl host' to see what this host offers"
+        raise errors.FeatureMissing(f"{doing}: {error}", hint=hint) from error
+    except ProcessFailed as error:
+        raise errors.BackendFailed(f"{doing}: {error}") from error
+    except LinkLost as error:
+        raise errors.SandboxLost(f"{doing}: {error}") from error
+    except OSError as error:
+        raise from_oserror(doing, error) from error
+
+
+def from_oserror(doing: str, error: OSError) -> errors.DsecError:
+    """The user's error for a kernel's: a full disk is a matter of capacity, anything else a refusal."""
+    place = f" ({error.filename})" if error.filename else ""
+    text = f"{doing}: {error.strerror or error}{place}"
+    if error.errno in (28, 122, 12):  # ENOSPC, EDQUOT, ENOMEM
+        return errors.NoCapacity(text, hint="free disk space or memory on the host", retryable=True)
+    return errors.Refused(text, errno=error.errno)

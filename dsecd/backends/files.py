@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files and descriptors that backends share.
+
+What belongs here: descriptors that close themselves, removing trees a sandbox made, the few files a sandbox
+is given. What does not: anything of the images (``dsecd.core.images``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from dsecd.linux import mount, overlay, proc, syscalls
+
+_REMOVE_TIMEOUT_S = 3600.0
+
+
+@contextlib.contextmanager
+def closing(fd: int) -> Iterator[int]:
+    """Close the descriptor at the end of the block."""
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def opened(path: Path, flags: int = os.O_RDONLY, mode: int = 0o600) -> contextlib.AbstractContextManager[int]:
+    """A descriptor of ``path`` for the length of the block, close-on-exec."""
+    return closing(os.open(path, os.O_CLOEXEC | flags, mode))
+
+
+def idmapped_clone(path: Path, userns_fd: int) -> contextlib.AbstractContextManager[int]:
+    """A detached clone of the mount at ``path`` that shows its ids as the user namespace maps them."""
+    fd = mount.clone_tree(path)
+    try:
+        mount.idmap(fd, userns_fd)
+    except OSError:
+        os.close(fd)
+        raise
+    return closing(fd)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a tree that hostile code may have made. Blocks. Runs in a thread.
+
+    Python's rmtree keeps a descriptor and a stack frame for each level; a tree deeper than that is left to rm(1),
+    which has no such limit.
+    """
+    try:
+        shutil.rmtree(path)
+    except FileNotFoundError:
+        return
+    except (RecursionError, OSError):
+        proc.run_blocking(["rm", "-rf", "--one-file-system", "--", path], timeout_s=_REMOVE_TIMEOUT_S)
+
+
+def add_hosts_file(root: Path, hostname: str, uid: int) -> None:
+    """Write /etc/hosts into a mounted tree unless there is something of that name. Blocks.
+
+    The tree is hostile: /etc may be a symbolic link to anywhere, so it is resolved inside the tree. One that has no
+    directory /etc gets no file.
+    """
+    content = f"127.0.0.1\tlocalhost\n::1\tlocalhost\n127.0.1.1\t{hostname}\n"
+    with opened(root, os.O_PATH | os.O_DIRECTORY) as tree, overlay.acting_as(uid):
+        try:
+            fd = syscalls.openat2(
+                tree, "etc/hosts", flags=os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW,
+                mode=0o644, resolve=syscalls.RESOLVE_IN_ROOT | syscalls.RESOLVE_NO_MAGICLINKS,
+            )
+        except OSError:
+            return
+        with closing(fd):
+            os.write(fd, content.encode())

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Limits of a sandbox as cgroup v2 attributes.
+
+What belongs here: which attribute a limit becomes, in which of the sandbox's cgroups, and which controllers
+must be there. What does not: the files themselves (``dsecd.linux.cgroup``). Source: the kernel's
+admin-guide/cgroup-v2.rst.
+
+Limits lie on ``run``, where commands live, so that no command can starve the agent beside it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dsecd.linux import cgroup
+from libdsec import errors
+from libdsec.types import Limits
+
+#: A fork bomb ends here when nothing else was asked for.
+DEFAULT_PIDS_MAX = 8192
+_CPU_PERIOD_US = 100_000
+_WANTED = ("memory", "pids", "cpu", "io")
+
+
+def attributes(limits: Limits) -> dict[str, str]:
+    """cgroup attribute to value for every limit that is set; the default for pids when none is."""
+    plain = {
+        "memory.max": limits.memory_max_bytes,
+        "memory.high": limits.memory_high_bytes,
+        "memory.swap.max": limits.swap_max_bytes,
+        "cpu.weight": limits.cpu_weight,
+        "pids.max": limits.pids_max or DEFAULT_PIDS_MAX,
+    }
+    values = {name: str(value) for name, value in plain.items() if value is not None}
+    if limits.cpu_max_permil is not None:
+        values["cpu.max"] = f"{limits.cpu_max_permil * _CPU_PERIOD_US // 1000} {_CPU_PERIOD_US}"
+    return values
+
+
+class LimitWriter:
+    """Writes limits where the controllers exist, and says where they do not."""
+
+    def __init__(self, cgroup_dir: Path) -> None:
+        self._dir = cgroup_dir
+
+    def _available(self) -> frozenset[str]:
+        return cgroup.controllers(self._dir) & frozenset(_WANTED)
+
+    def check(self, limits: Limits) -> list[str]:
+        """Raise FeatureMissing for a limit asked for without its controller; name the default ones that are off."""
+        available = self._available()
+        asked = attributes(limits)
+        if limits.pids_max is None:
+            del asked["pids.max"]
+        missing = sorted({name.split(".")[0] for name in asked} - available)
+        if missing:
+            names = ", ".join(name for name in sorted(asked) if name.split(".")[0] in missing)
+            raise errors.FeatureMissing(
+                f"limit {names}: this host has no cgroup v2 controller {', '.join(missing)} for sandboxes",
+                hint="run 'dsecctl host' to see what this host offers",
+                feature=f"cgroup-{missing[0]}",
+            )
+        return [] if "pids" in available else ["pids.max"]
+
+    def apply(self, sandbox: Path, limits: Limits) -> None:
+        """Write them. Only once the agent has left the sandbox's top cgroup: a cgroup that gives controllers to its
+        children may hold no processes itself. Raises cgroup.AttributeRefused."""
+        available = self._available()
+        if not available:
+            return
+        cgroup.enable(self._dir, available)
+        cgroup.enable(sandbox, available)
+        for name, value in attributes(limits).items():
+            if name.split(".")[0] in available:
+                cgroup.write(sandbox / "run", name, value)

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The OCI runtime configuration of a container sandbox.
+
+What belongs here: turning a box into ``config.json``. What does not: running it (``container.py``), the
+system call filter (``seccomp.py``). Source: runtime-spec config.md and config-linux.md, version 1.0.2.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+from dsecd.backends import seccomp
+from dsecd.linux.userns import SIZE
+from libdsec.types import SandboxSpec
+
+#: Descriptors that the agent finds open, see docs/agent-protocol.md.
+LISTEN_FD, PROGRAM_FD, CGROUP_FD = 3, 4, 5
+
+# What the agent needs; it takes from commands what only it may have. Never SYS_ADMIN or SYS_PTRACE: with either, the
+# agent could be read and driven from inside.
+_CAPABILITIES = [
+    f"CAP_{name}"
+    for name in (
+        "AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "MKNOD", "NET_ADMIN", "NET_BIND_SERVICE",
+        "NET_RAW", "SETFCAP", "SETGID", "SETPCAP", "SETUID", "SYS_CHROOT",
+    )
+]  # fmt: skip
+
+_MASKED = [
+    "/proc/acpi", "/proc/asound", "/proc/bus", "/proc/interrupts", "/proc/kcore", "/proc/keys", "/proc/kpagecgroup",
+    "/proc/kpagecount", "/proc/kpageflags", "/proc/latency_stats", "/proc/sched_debug", "/proc/scsi",
+    "/proc/timer_list", "/proc/timer_stats", "/sys/dev/block", "/sys/devices/virtual/powercap",
+    "/sys/firmware", "/sys/fs/bpf",
+    "/sys/kernel/debug", "/sys/kernel/mm/damon", "/sys/kernel/security", "/sys/kernel/tracing",
+]  # fmt: skip
+_READONLY = ["/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"]
+
+
+def _mounts(spec: SandboxSpec) -> list[dict[str, Any]]:
+    def entry(target: str, kind: str, *options: str) -> dict[str, Any]:
+        return {"destination": target, "type": kind, "source": kind, "options": ["nosuid", *options]}
+
+    return [
+        entry("/proc", "proc", "noexec", "nodev"),
+        entry("/dev", "tmpfs", "noexec", "strictatime", "mode=755", "size=65536"),
+        entry("/dev/pts", "devpts", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5"),
+        entry("/dev/mqueue", "mqueue", "noexec", "nodev"),
+        entry("/dev/shm", "tmpfs", "noexec", "nodev", "mode=1777", f"size={spec.shm_size_bytes}"),
+        entry("/tmp", "tmpfs", "nodev", "mode=1777", f"size={spec.tmp_size_bytes}"),
+        entry("/sys", "sysfs", "noexec", "nodev", "ro"),
+        entry("/sys/fs/cgroup", "cgroup", "noexec", "nodev", "ro"),
+    ]
+
+
+@functools.cache
+def _seccomp() -> dict[str, Any]:
+    return seccomp.profile()
+
+
+def hostname(sandbox_id: str, spec: SandboxSpec) -> str:
+    """The sandbox's host name: at most 63 bytes (RFC 1123), while ids may hold dots."""
+    return spec.hostname or sandbox_id.replace(".", "-")[:63].strip("-")
+
+
+def configuration(
+    sandbox_id: str, spec: SandboxSpec, *, root: Path, cgroups_path: str, uid_base: int
+) -> dict[str, Any]:
+    """``config.json`` for a box whose composed tree is mounted at ``root``."""
+    mapping = [{"containerID": 0, "hostID": uid_base, "size": SIZE}]
+    program = [f"/proc/self/fd/{PROGRAM_FD}", f"--listen-fd={LISTEN_FD}", f"--cgroup-fd={CGROUP_FD}", "--container"]
+    capabilities = dict.fromkeys(("bounding", "effective", "permitted"), _CAPABILITIES)
+    return {
+        "ociVersion": "1.0.2",
+        "process": {
+            "terminal": False,
+            "user": {"uid": 0, "gid": 0, "umask": 0o022},
+            # The program is not in the sandbox's tree: it is executed through a descriptor, and /proc/1/exe is of no
+            # use to anybody inside, since the agent is not dumpable and its file belongs to an unmapped user.
+            "args": program,
+            "env": ["PATH=/usr/bin:/bin"],
+            "cwd": "/",
+            "capabilities": capabilities,
+            "noNewPrivileges": True,
+            "rlimits": [{"type": "RLIMIT_NOFILE", "soft": 65536, "hard": 1048576}],
+        },
+        "root": {"path": str(root), "readonly": spec.readonly_root},
+        "hostname": hostname(sandbox_id, spec),
+        "mounts": _mounts(spec),
+        "linux": {
+            "cgroupsPath": cgroups_path,
+            "namespaces": [{"type": t} for t in ("pid", "network", "ipc", "uts", "mount", "cgroup", "user")],
+            "uidMappings": mapping,
+            "gidMappings": mapping,
+            "seccomp": _seccomp(),
+            "maskedPaths": _MASKED,
+            "readonlyPaths": _READONLY,
+            "rootfsPropagation": "private",
+        },
+    }

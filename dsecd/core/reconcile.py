@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Taking over from an earlier daemon: every sandbox is adopted, finished or removed, and nothing is left over.
+
+What belongs here: the comparison of the database with what the kernel and the file system have, at start;
+the same comparison as findings for ``dsecctl doctor``. What does not: the transitions themselves
+(``lifecycle.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+
+from dsecd.backends.base import Backend, Box
+from dsecd.backends.plan import Checkpoint, no_checkpoint, undo
+from dsecd.core import records
+from dsecd.core.lifecycle import Lifecycle
+from dsecd.core.live import Live
+from dsecd.core.records import Record
+from dsecd.core.sandboxes import Sandboxes
+from dsecd.core.store import Store
+from libdsec.errors import DsecError
+from libdsec.types import Finding, SandboxSpec, State
+
+log = logging.getLogger(__name__)
+
+#: Adoptions at once: each is a connection and a few round trips, so this bounds descriptors rather than work.
+_PARALLEL = 64
+
+
+def load(store: Store) -> list[Record]:
+    """The records an earlier daemon left."""
+    return store.read(records.load)
+
+
+async def reconcile(
+    found: Sequence[Record], sandboxes: Sandboxes, lifecycle: Lifecycle, backends: Mapping[str, Backend],
+    checkpoint: Checkpoint = no_checkpoint,
+) -> None:
+    """Bring records and reality together. Call once, before the first request."""
+    lives = [sandboxes.enter(record) for record in found if record.spec.backend in backends]
+    for record in found:
+        if record.spec.backend not in backends:
+            log.warning("sandbox=%s backend=%s is not available: left alone", record.id, record.spec.backend)
+    await _remove_strangers({record.id for record in found}, backends, checkpoint)
+    gate = asyncio.Semaphore(_PARALLEL)
+
+    async def one(live: Live) -> None:
+        async with gate:
+            try:
+                await _take_over(live, sandboxes, lifecycle)
+            except DsecError as error:
+                log.warning("sandbox=%s could not be taken over: %s", live.id, error)
+
+    async with asyncio.TaskGroup() as group:
+        for live in lives:
+            group.create_task(one(live))
+
+
+async def _take_over(live: Live, sandboxes: Sandboxes, lifecycle: Lifecycle) -> None:
+    record = live.record
+    if record.state in (State.CREATING, State.DELETING) or record.intent in ("create", "delete"):
+        # Its creation was never acknowledged, or its deletion was asked for.
+        await lifecycle.delete(live, record.reason or "interrupted by a restart of the daemon")
+        return
+    if record.intent in ("start", "stop"):
+        await lifecycle.finish_stop(live)
+    elif record.state in (State.RUNNING, State.PAUSED):
+        await lifecycle.adopt(live)
+    if record.expires_at is not None:
+        sandboxes.deadline(record.expires_at, record.id)
+
+
+async def _remove_strangers(known: set[str], backends: Mapping[str, Backend], checkpoint: Checkpoint) -> None:
+    """What bears a sandbox's name but has no record: undo every step as if it had been ours."""
+    for backend in backends.values():
+        for sandbox_id in sorted(backend.residents() - known):
+            log.warning("sandbox=%s has no record: removing what is left of it", sandbox_id)
+            box = Box(id=sandbox_id, spec=SandboxSpec(image="none"), uid_base=0, layers=())
+            await undo("stranger", (*backend.disk_steps(box), *backend.run_steps(box)), checkpoint)
+
+
+def residue(sandboxes: Sandboxes, backends: Mapping[str, Backend]) -> list[Finding]:
+    """What `dsecctl doctor` says about left-overs."""
+    known = {live.id for live in sandboxes.all()}
+    strangers = sorted(set().union(*(backend.residents() for backend in backends.values())) - known)
+    return [
+        Finding(
+            check="residue", ok=not strangers,
+            detail=f"left over without a record: {', '.join(strangers)}" if strangers else "nothing left over",
+            hint="restart dsecd: it removes what has no record" if strangers else "",
+        )
+    ]  # fmt: skip
