@@ -107,10 +107,11 @@ class FileReader(Channel):
                 await self.conn.drain()
             self.conn.open(self, Type.FILE_GET, (self._payload,))
             self._window.bind(self)
-        while self.info is None:
-            if self._failure is not None:
-                raise self._failure
+        while self.info is None and self._failure is None:
             await self._wait()
+        if self._failure is not None:
+            raise self._failure
+        assert self.info is not None
         return self.info
 
     def __aiter__(self) -> Self:
@@ -123,9 +124,11 @@ class FileReader(Channel):
         if self._last and self.opened:
             self._window.give(self._last)
         self._last = 0
-        while not self._pieces:
+        while True:
             if self._failure is not None:
                 raise self._failure
+            if self._pieces:
+                break
             if self._done:
                 raise StopAsyncIteration
             await self._wait()
@@ -201,9 +204,9 @@ class FileWriter(Channel):
             self._end(error_from(fields))
             return True
         if kind == Type.READY and not self._ready:
-            self._ready = True
             self.offset = fields.u64(Tag.OFFSET, MAX_OFFSET, 0)
             self._allowance.add(fields.u64(Tag.CREDIT, MAX_ALLOWANCE, 0))
+            self._ready = True
             self._wake()
         elif kind == Type.CREDIT and self._ready:
             self._allowance.add_from(fields)
@@ -224,10 +227,10 @@ class FileWriter(Channel):
         if self.conn.paused:
             await self.conn.drain()
         self.conn.open(self, Type.FILE_PUT, (payload,))
-        while not self._ready:
-            if self._failure is not None:
-                raise self._failure
+        while not self._ready and self._failure is None:
             await self._wait()
+        if self._failure is not None:
+            raise self._failure
         return self
 
     async def write(self, offset: int, data: bytes) -> None:
