@@ -3,13 +3,16 @@
 
 Here: turning a peer's credentials into a principal, and the two checks that core and api make. A principal
 made from a capability token (control from inside a sandbox) will be another constructor beside ``from_peer``;
-nothing else changes. Not here: reading credentials off a socket (``dsecd.api``).
+nothing else changes. Not here: connections (``dsecd.api``).
 """
 
 from __future__ import annotations
 
+import grp
+import socket
 from dataclasses import dataclass
 
+from dsecd.linux import peercred
 from libdsec.errors import Denied
 from libdsec.routes import Scope
 
@@ -59,6 +62,20 @@ def from_peer(uid: int, gid: int, pid: int, groups: frozenset[int], *, admin_gid
     """
     admin = uid == 0 or (admin_gid is not None and (admin_gid == gid or admin_gid in groups))
     return Principal(uid, gid, groups, pid, _ALL if admin else _USER)
+
+
+def of_socket(sock: socket.socket, *, admin_gid: int | None) -> Principal:
+    """The principal behind a connected Unix socket.  Raises OSError when the kernel knows no peer."""
+    peer = peercred.peer(sock)
+    return from_peer(peer.uid, peer.gid, peer.pid, frozenset(peer.groups), admin_gid=admin_gid)
+
+
+def group_id(name: str) -> int | None:
+    """The id of a group, None when there is none.  Blocks: it may ask a directory service."""
+    try:
+        return grp.getgrnam(name).gr_gid
+    except KeyError:
+        return None
 
 
 #: The daemon itself, for what it does on its own account (reconcile, expiry).
