@@ -65,11 +65,15 @@ class Channel:
         return Violation(f"{TYPE_NAMES[kind]} is not an answer to what {type(self).__name__} asked")
 
 
+def broken(rule: Violation) -> LinkLost:
+    """The loss of a connection for a rule that the agent broke."""
+    return LinkLost(f"the agent broke the protocol: {rule}", str(rule))
+
+
 class Connection(asyncio.BufferedProtocol):
     """The protocol object of one agent connection."""
 
     __slots__ = (
-        "_channels",
         "_closed",
         "_deferred",
         "_fence",
@@ -80,6 +84,7 @@ class Connection(asyncio.BufferedProtocol):
         "_transport",
         "_writers",
         "_zombies",
+        "channels",
         "failure",
         "on_lost",
         "paused",
@@ -92,7 +97,7 @@ class Connection(asyncio.BufferedProtocol):
             scratch = _SCRATCH[self._loop] = memoryview(bytearray(READ_BYTES))
         self._scratch = scratch
         self._parser = FrameParser()
-        self._channels: dict[int, Channel] = {}
+        self.channels: dict[int, Channel] = {}
         self._next = 0
         self._closed = self._loop.create_future()
         self._deferred: set[Callable[[], None]] = set()
@@ -116,8 +121,7 @@ class Connection(asyncio.BufferedProtocol):
         try:
             self._parser.feed(self._scratch[:nbytes], self._dispatch)
         except Violation as violation:
-            self._fail(LinkLost(f"the agent broke the protocol: {violation}", str(violation)))
-            self._abort()
+            self.end(broken(violation))
 
     def connection_lost(self, exc: Exception | None) -> None:
         reason = f"the connection to the agent broke: {exc}" if exc else "the agent closed the connection"
@@ -149,7 +153,7 @@ class Connection(asyncio.BufferedProtocol):
         """
         if self.failure is not None:
             raise self.failure.again()
-        if len(self._channels) >= MAX_OPEN_CHANNELS:
+        if len(self.channels) >= MAX_OPEN_CHANNELS:
             raise AgentError("busy", 0, "too many requests are open on this sandbox's agent")
         number = self._register(channel)
         if len(payloads) == 1:
@@ -167,7 +171,7 @@ class Connection(asyncio.BufferedProtocol):
         """Opens channel 0, the connection itself, with its request. Raises LinkLost."""
         if self.failure is not None:
             raise self.failure.again()
-        self._channels[0] = channel
+        self.channels[0] = channel
         channel.opened = True
         self.send(frame(kind, 0, payload))
 
@@ -201,7 +205,7 @@ class Connection(asyncio.BufferedProtocol):
             return
         channel.opened = False
         number = channel.number
-        self._channels[number] = _Abandoned(self)
+        self.channels[number] = _Abandoned(self)
         self._zombies.append(number)
         self.send(frame(Type.CLOSE, number))
         if self._fence is None:
@@ -215,49 +219,39 @@ class Connection(asyncio.BufferedProtocol):
             self._fence = _Fence(self, numbers)
             self.send(frame(Type.PING, self._register(self._fence)))
 
-    def forget_abandoned(self, numbers: Sequence[int]) -> None:
-        """The agent has seen the CLOSE of these channels."""
-        for number in numbers:
-            if isinstance(self._channels.get(number), _Abandoned):
-                del self._channels[number]
-
-    def violated(self, rule: str) -> LinkLost:
-        """Ends the connection for a broken rule found outside frame handling; returns the error to raise."""
-        error = self._fail(LinkLost(f"the agent broke the protocol: {rule}", rule))
-        self._abort()
+    def end(self, error: LinkLost) -> LinkLost:
+        """Ends the connection now, because of `error` if it still stood; returns what to raise."""
+        error = self._fail(error)
+        if self._transport is not None:
+            # Not close(): that would wait for an agent that may never read again.
+            self._transport.abort()
         return error.again()
-
-    def dropped(self, reason: str) -> None:
-        """The agent said that it is closing this connection."""
-        self._fail(LinkLost(reason))
-        self._abort()
 
     async def close(self) -> None:
         """Closes the connection without CLOSE for its channels; returns when the descriptor is gone."""
         self.on_lost = None
-        self._fail(LinkLost("the link was closed"))
-        self._abort()
+        self.end(LinkLost("the link was closed"))
         if self._transport is not None:
             await asyncio.shield(self._closed)
 
     # -- inside
 
     def _dispatch(self, kind: int, flags: int, number: int, payload: memoryview) -> None:
-        channel = self._channels.get(number)
+        channel = self.channels.get(number)
         if channel is None:
             raise Violation(f"{TYPE_NAMES[kind]} on a channel that is not open")
         if channel.frame(kind, flags, payload):
             channel.opened = False
-            del self._channels[number]
+            del self.channels[number]
 
     def _register(self, channel: Channel) -> int:
         number = self._next
         while True:
             number = number + 1 if number < MAX_CHANNEL else 1
-            if number not in self._channels:
+            if number not in self.channels:
                 break
         self._next = number
-        self._channels[number] = channel
+        self.channels[number] = channel
         channel.number = number
         channel.opened = True
         return number
@@ -266,18 +260,13 @@ class Connection(asyncio.BufferedProtocol):
         """Marks the connection as gone, tells every channel, and returns the first reason."""
         if self.failure is None:
             self.failure = error
-            channels, self._channels = self._channels, {}
+            channels, self.channels = self.channels, {}
             for channel in channels.values():
                 channel.opened = False
                 channel.lost(error)
             self._deferred.clear()
             self._wake_writers()
         return self.failure
-
-    def _abort(self) -> None:
-        if self._transport is not None:
-            # Not close(): that would wait for an agent that may never read again.
-            self._transport.abort()
 
     def _wake_writers(self) -> None:
         for waiter in self._writers:
@@ -313,7 +302,10 @@ class _Fence(Channel):
     def frame(self, kind: int, flags: int, payload: memoryview) -> bool:
         if kind != Type.OK:
             raise self.unexpected(kind)
-        self.conn.forget_abandoned(self._numbers)
+        for number in self._numbers:
+            # Gone already when its last frame crossed our CLOSE.
+            if isinstance(self.conn.channels.get(number), _Abandoned):
+                del self.conn.channels[number]
         self.conn.raise_fence()
         return True
 
@@ -331,7 +323,7 @@ class Root(Channel):
         if kind == Type.ERROR:
             error = error_from(Fields(payload))
             if self.greeting.done():
-                self.conn.dropped(f"the agent closed the connection: {error.code}")
+                self.conn.end(LinkLost(f"the agent closed the connection: {error.code}"))
             else:
                 self.greeting.set_exception(error)
             return False

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from dsecd.backends.agentlink.calls import MAX_LIST_EXECS, peek, request, request_one
-from dsecd.backends.agentlink.connection import Connection, Root
+from dsecd.backends.agentlink.connection import Connection, Root, broken
 from dsecd.backends.agentlink.execs import ExecChannel, start_payloads
 from dsecd.backends.agentlink.files import FileReader, FileWriter
 from dsecd.backends.agentlink.frames import (
@@ -137,7 +137,7 @@ async def _greet(sock: socket.socket, generation: int, on_lost: OnLost) -> "Agen
         try:
             link = AgentLink(conn, fields, generation)
         except Violation as violation:
-            raise conn.violated(str(violation)) from None
+            raise conn.end(broken(violation)) from None
     except BaseException:  # as in _dial
         await conn.close()
         raise
@@ -285,7 +285,7 @@ class AgentLink:
         try:
             return entries, fields.u64(Tag.CURSOR, U64_MAX, 0)
         except Violation as violation:
-            raise self._conn.violated(str(violation)) from None
+            raise self._conn.end(broken(violation)) from None
 
     async def remove(self, path: str | bytes, user: str = "", *, recursive: bool = False) -> None:
         """Removes a file, or with `recursive` a tree; symlinks are not followed."""
