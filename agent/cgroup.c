@@ -1,0 +1,282 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "cgroup.h"
+
+#include "loop.h"
+#include "proto.h"
+
+#include <ctype.h>
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#define SWEEP_DELAY_MS 20
+#define SWEEP_STEP 64
+
+/* A cgroup that outlived its exec because processes were left behind in it. */
+struct lingering {
+    struct lingering *next;
+    char id[ID_MAX + 1];
+};
+
+static int root_fd = -1;
+static struct lingering *oldest, **newest = &oldest;
+static unsigned count, to_check;
+static struct timer sweep_timer;
+
+#define PATH_BYTES (ID_MAX + 40)
+
+static void path_of(char out[PATH_BYTES], const char *id, const char *file)
+{
+    snprintf(out, PATH_BYTES, "run/%s%s", id, file);
+}
+
+static int write_file(const char *path, const char *text)
+{
+    int fd = openat(root_fd, path, O_WRONLY | O_CLOEXEC);
+    if (fd < 0)
+        return -1;
+    ssize_t n = write(fd, text, strlen(text));
+    int err = errno;
+    close(fd);
+    errno = err;
+    return n < 0 ? -1 : 0;
+}
+
+static int make_dir(const char *path)
+{
+    return mkdirat(root_fd, path, 0755) < 0 && errno != EEXIST ? -1 : 0;
+}
+
+int cgroup_init(int fd)
+{
+    root_fd = fd;
+    if (fd < 0)
+        return 0;
+    if (make_dir("agent") < 0 || make_dir("run") < 0)
+        return -1;
+    return write_file("agent/cgroup.procs", "0");
+}
+
+bool cgroup_present(void)
+{
+    return root_fd >= 0;
+}
+
+int cgroup_make(const char *id)
+{
+    if (root_fd < 0)
+        return -2;
+    char path[PATH_BYTES];
+    path_of(path, id, "");
+    if (mkdirat(root_fd, path, 0755) < 0)
+        return -1;
+    int fd = openat(root_fd, path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (fd < 0) {
+        int err = errno;
+        unlinkat(root_fd, path, AT_REMOVEDIR);
+        errno = err;
+    }
+    return fd;
+}
+
+static bool remove_dir(const char *id)
+{
+    char path[PATH_BYTES];
+    path_of(path, id, "");
+    return unlinkat(root_fd, path, AT_REMOVEDIR) == 0 || errno == ENOENT;
+}
+
+/* ---- lingering cgroups */
+
+static void append(struct lingering *l)
+{
+    l->next = NULL;
+    *newest = l;
+    newest = &l->next;
+    count++;
+}
+
+static struct lingering *take_oldest(void)
+{
+    struct lingering *l = oldest;
+    oldest = l->next;
+    if (oldest == NULL)
+        newest = &oldest;
+    count--;
+    return l;
+}
+
+/* A few at a time, so that a thousand background services cost no latency. */
+static void sweep(struct timer *t)
+{
+    for (int i = 0; i < SWEEP_STEP && to_check > 0 && oldest != NULL; i++, to_check--) {
+        struct lingering *l = take_oldest();
+        if (remove_dir(l->id))
+            free(l);
+        else
+            append(l);
+    }
+    if (to_check > 0 && oldest != NULL)
+        timer_set(t, SWEEP_DELAY_MS, sweep);
+}
+
+void cgroup_release(const char *id)
+{
+    if (root_fd < 0 || remove_dir(id))
+        return;
+    struct lingering *l = malloc(sizeof(*l));
+    if (l == NULL) /* an empty directory stays until the sandbox ends */
+        return;
+    snprintf(l->id, sizeof(l->id), "%s", id);
+    append(l);
+}
+
+bool cgroup_lingers(const char *id)
+{
+    for (const struct lingering *l = oldest; l != NULL; l = l->next)
+        if (strcmp(l->id, id) == 0)
+            return true;
+    return false;
+}
+
+/* The last process of a lingering cgroup has no living parent but us, so looking after each orphan's end misses none. */
+void cgroup_orphan_reaped(void)
+{
+    if (oldest == NULL)
+        return;
+    to_check = count;
+    if (!timer_is_set(&sweep_timer))
+        timer_set(&sweep_timer, SWEEP_DELAY_MS, sweep);
+}
+
+/* ---- signals */
+
+static void signal_listed(FILE *procs, int sig)
+{
+    char line[32];
+    while (fgets(line, sizeof(line), procs) != NULL) {
+        long pid = strtol(line, NULL, 10);
+        if (pid > 1 && pid != getpid()) /* 0: not visible from here */
+            (void)kill((pid_t)pid, sig);
+    }
+}
+
+static int signal_cgroup(const char *id, int sig)
+{
+    char path[PATH_BYTES];
+    path_of(path, id, "/cgroup.procs");
+    int fd = openat(root_fd, path, O_RDONLY | O_CLOEXEC);
+    FILE *procs = fd < 0 ? NULL : fdopen(fd, "r");
+    if (procs == NULL) {
+        int err = errno;
+        if (fd >= 0)
+            close(fd);
+        errno = err;
+        return -1;
+    }
+    signal_listed(procs, sig);
+    fclose(procs);
+    return 0;
+}
+
+static bool in_session(const char *pid, pid_t session)
+{
+    char path[64], stat[512];
+    snprintf(path, sizeof(path), "/proc/%.20s/stat", pid);
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0)
+        return false;
+    ssize_t n = read(fd, stat, sizeof(stat) - 1);
+    close(fd);
+    if (n <= 0)
+        return false;
+    stat[n] = 0;
+    const char *after = strrchr(stat, ')'); /* the command's name may hold anything */
+    int sid;
+    return after != NULL && sscanf(after + 1, " %*c %*d %*d %d", &sid) == 1 && sid == session;
+}
+
+static int signal_session(pid_t leader, int sig)
+{
+    if (leader <= 0) {
+        errno = ESRCH;
+        return -1;
+    }
+    DIR *proc = opendir("/proc");
+    if (proc == NULL)
+        return kill(-leader, sig);
+    for (struct dirent *e; (e = readdir(proc)) != NULL;)
+        if (isdigit((unsigned char)e->d_name[0]) && in_session(e->d_name, leader))
+            (void)kill((pid_t)strtol(e->d_name, NULL, 10), sig);
+    closedir(proc);
+    return 0;
+}
+
+int cgroup_signal(const char *id, pid_t leader, int sig)
+{
+    return root_fd < 0 ? signal_session(leader, sig) : signal_cgroup(id, sig);
+}
+
+int cgroup_kill(const char *id, pid_t leader)
+{
+    if (root_fd < 0)
+        return signal_session(leader, SIGKILL);
+    char path[PATH_BYTES];
+    path_of(path, id, "/cgroup.kill");
+    return write_file(path, "1");
+}
+
+void cgroup_kill_all(void)
+{
+    if (root_fd >= 0)
+        (void)write_file("run/cgroup.kill", "1");
+}
+
+void cgroup_signal_lingering(int sig)
+{
+    for (const struct lingering *l = oldest; l != NULL; l = l->next)
+        (void)signal_cgroup(l->id, sig);
+}
+
+/* ---- reading */
+
+static bool read_file(const char *path, char *out, size_t size)
+{
+    int fd = root_fd < 0 ? -1 : openat(root_fd, path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0)
+        return false;
+    ssize_t n = read(fd, out, size - 1);
+    close(fd);
+    if (n < 0)
+        return false;
+    out[n] = 0;
+    return true;
+}
+
+bool cgroup_run_empty(void)
+{
+    char text[256];
+    return !read_file("run/cgroup.events", text, sizeof(text)) || strstr(text, "populated 0") != NULL;
+}
+
+static bool number_after(const char *text, const char *key, uint64_t *out)
+{
+    const char *at = strstr(text, key);
+    if (at == NULL)
+        return false;
+    *out = strtoull(at + strlen(key), NULL, 10);
+    return true;
+}
+
+bool cgroup_cpu_us(uint64_t *user, uint64_t *system)
+{
+    char text[1024];
+    return read_file("cpu.stat", text, sizeof(text)) && number_after(text, "user_usec ", user) &&
+           number_after(text, "system_usec ", system);
+}

@@ -1,0 +1,32 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The sandbox's cgroup: `agent` for us, `run/<id>` for each exec. Without one (plain tests) sessions stand in. */
+#ifndef DSEC_CGROUP_H
+#define DSEC_CGROUP_H
+
+#include <stdbool.h>
+#include <stdint.h>
+#include <sys/types.h>
+
+/* fd: the sandbox's cgroup directory, or -1. Moves this process to agent/. */
+int cgroup_init(int fd);
+bool cgroup_present(void);
+/* Makes run/<id>; returns a descriptor to clone into, -1 with errno (EEXIST: an earlier exec's processes still live there), or -2
+ * when there are no cgroups. */
+int cgroup_make(const char *id);
+/* Removes run/<id>, now or when its last process has gone. */
+void cgroup_release(const char *id);
+bool cgroup_lingers(const char *id);
+/* An orphan was reaped: a lingering cgroup may have become empty. */
+void cgroup_orphan_reaped(void);
+/* Signals everything in run/<id>; leader names the session when there are no cgroups. 0 or -1 with errno. */
+int cgroup_signal(const char *id, pid_t leader, int sig);
+/* cgroup.kill on run/<id>. */
+int cgroup_kill(const char *id, pid_t leader);
+/* On everything under run. */
+void cgroup_kill_all(void);
+void cgroup_signal_lingering(int sig);
+bool cgroup_run_empty(void);
+/* user and system time of the whole sandbox, from cpu.stat; false when unknown. */
+bool cgroup_cpu_us(uint64_t *user, uint64_t *system);
+
+#endif
