@@ -10,6 +10,8 @@ import socket
 import struct
 from dataclasses import dataclass
 
+from dsecd.linux import syscalls
+
 SO_PEERGROUPS = 59
 
 _UCRED = struct.Struct("iII")
@@ -49,7 +51,7 @@ def peer(sock: socket.socket) -> Peer:
 def _groups(sock: socket.socket) -> tuple[int, ...]:
     for count in (_FIRST_GROUPS, _MOST_GROUPS):
         try:
-            raw = sock.getsockopt(socket.SOL_SOCKET, SO_PEERGROUPS, 4 * count)
+            raw = syscalls.getsockopt(sock.fileno(), socket.SOL_SOCKET, SO_PEERGROUPS, 4 * count)
         except OSError as error:
             if error.errno != errno.ERANGE or count == _MOST_GROUPS:
                 raise

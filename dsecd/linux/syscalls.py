@@ -281,6 +281,17 @@ def renameat2(old_dirfd: int, old: StrPath, new_dirfd: int, new: StrPath, flags:
     _check(result, "renameat2", old, new)
 
 
+def getsockopt(fd: int, level: int, option: int, size_bytes: int) -> bytes:
+    """A socket option of up to `size_bytes`; Python's own stops at 1,024.  getsockopt(2)."""
+    buffer = ctypes.create_string_buffer(size_bytes)
+    length = ctypes.c_uint32(size_bytes)
+    result = _libc.getsockopt(
+        ctypes.c_int(fd), ctypes.c_int(level), ctypes.c_int(option), buffer, ctypes.byref(length)
+    )
+    _check(result, "getsockopt")
+    return buffer.raw[: length.value]
+
+
 def sched_core_get(pid: int = 0) -> int:
     """Core scheduling cookie of a process, 0 for none; EINVAL without CONFIG_SCHED_CORE, ENODEV without SMT.
 
