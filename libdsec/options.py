@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import secrets
 import signal as signals
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, Protocol, TypedDict
 
 from libdsec import types as t
 from libdsec.connection import build, new_key
-from libdsec.errors import ExecFailed, ExecTimeout, InvalidSpec
+from libdsec.errors import ExecFailed, ExecTimeout, InvalidSpec, SandboxLost
+from libdsec.frames import StreamName
+
+#: Standard input is read in pieces of this size.
+PIECE_BYTES = 256 * 1024
 
 
 class SpecOptions(TypedDict, total=False):
@@ -55,6 +59,50 @@ def exec_request(command: Sequence[str | Sequence[str]], **fields: Any) -> t.Exe
     return build(t.ExecRequest, "exec", argv=tuple(command), **fields)
 
 
+class Readable(Protocol):
+    """Anything with the ``read`` of a binary file."""
+
+    def read(self, size: int, /) -> bytes:
+        """At most ``size`` bytes; none at the end."""
+
+
+def pieces(source: bytes | str | Readable | None) -> Iterator[bytes]:
+    """Standard input in pieces of bounded size."""
+    if source is None or isinstance(source, bytes | str):
+        data = as_bytes(source) or b""
+        yield from (data[begin : begin + PIECE_BYTES] for begin in range(0, len(data), PIECE_BYTES))
+        return
+    while piece := source.read(PIECE_BYTES):
+        yield piece
+
+
+class Collected:
+    """Output of a followed command, the first ``limit`` bytes of each stream; the rest is counted, not kept."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._kept: dict[StreamName, bytearray] = {"stdout": bytearray(), "stderr": bytearray()}
+        self._truncated: set[StreamName] = set()
+
+    def add(self, name: StreamName, data: bytes) -> None:
+        """Take a piece."""
+        kept = self._kept[name]
+        room = self._limit - len(kept)
+        kept += data[: max(room, 0)]
+        if len(data) > room:
+            self._truncated.add(name)
+
+    def result(self, info: t.ExecInfo) -> t.ExecResult:
+        """The result, once the command has ended."""
+        return t.ExecResult(
+            **info.model_dump(),
+            stdout=bytes(self._kept["stdout"]),
+            stderr=bytes(self._kept["stderr"]),
+            stdout_truncated="stdout" in self._truncated,
+            stderr_truncated="stderr" in self._truncated,
+        )
+
+
 def as_bytes(data: bytes | str | None) -> bytes | None:
     """Text as UTF-8."""
     return data.encode() if isinstance(data, str) else data
@@ -82,13 +130,18 @@ def timed_out(info: t.ExecInfo) -> bool:
 
 
 def settle(sandbox: str, argv: Sequence[str], result: t.ExecInfo, *, check: bool) -> None:
-    """Raise ExecTimeout when the deadline ended it, ExecFailed when ``check`` and it did not end with 0."""
+    """Raise ExecTimeout when the deadline ended it, ExecFailed when ``check`` and it did not end with 0.
+
+    A command that went down with its sandbox has no result of its own: SandboxLost.
+    """
     what = f"exec {argv[0]!r} in '{sandbox}'" if argv else f"exec '{result.exec_id}' in '{sandbox}'"
     if timed_out(result):
         kind = "no output for too long" if result.reason is t.ExecReason.IDLE_TIMEOUT else "its time was up"
         late = ExecTimeout(f"{what}: it was killed, {kind}", exec_id=result.exec_id, reason=result.reason)
         late.result = result
         raise late
+    if result.reason is t.ExecReason.SHUTDOWN:
+        raise SandboxLost(f"{what}: the sandbox was stopped while it ran", exec_id=result.exec_id)
     if check and result.exit_code != 0:
         failed = ExecFailed(
             f"{what}: {describe_end(result)}", exec_id=result.exec_id, exit_code=result.exit_code

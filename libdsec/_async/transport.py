@@ -88,13 +88,13 @@ class AsyncTransport:
             try:
                 return await self._once(route.method, where, content, limit, name)
             except (ConnectionFailed, NoCapacity) as exc:
-                left_s = began + self._patience_s(exc, name) - time.monotonic()
+                left_s = began + self.patience_s(exc, name) - time.monotonic()
                 if left_s <= 0:
                     raise
             await sleep(min(left_s, pause_s * random.uniform(0.5, 1.0)))
             pause_s = min(pause_s * 2, 1.0)
 
-    def _patience_s(self, exc: DsecError, name: str) -> float:
+    def patience_s(self, exc: DsecError, name: str) -> float:
         """For how long after its first attempt a request that failed so is repeated."""
         if isinstance(exc, NoCapacity):
             return self.retry_s if exc.retryable else 0
@@ -188,4 +188,6 @@ class AsyncTransport:
         self, name: str, *, query: Mapping[str, c.QueryValue] | None = None, **path: str
     ) -> WebSocket:
         """Open the WebSocket of route ``name``. Not repeated."""
-        return await WebSocket.connect(self.socket, c.target(BY_NAME[name], path, query or {}), self.agent)
+        socket = await WebSocket.connect(self.socket, c.target(BY_NAME[name], path, query or {}), self.agent)
+        self._answered = True
+        return socket

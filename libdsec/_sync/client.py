@@ -14,15 +14,15 @@ from libdsec import types as t
 from libdsec._sync.calls import (
     POLL_S,
     ExecCalls,
-    FileCalls,
     HostCalls,
     ImageCalls,
     SandboxCalls,
 )
+from libdsec._sync.files import Transfers
 from libdsec.errors import BackendFailed, from_wire
 
 
-class Client(HostCalls, SandboxCalls, ExecCalls, FileCalls, ImageCalls):
+class Client(HostCalls, SandboxCalls, ExecCalls, Transfers, ImageCalls):
     """All of the daemon's API over its Unix socket: one method per route, named as the route.
 
     Close it, or use it in a ``with`` block. ``socket`` defaults to $DSEC_SOCKET, then /run/dsec/dsecd.sock.

@@ -15,8 +15,24 @@ from libdsec import connection as c
 from libdsec import types as t
 from libdsec._sync.calls import POLL_S
 from libdsec._sync.client import Client
+from libdsec._sync.primitives import beside
+from libdsec._sync.stream import ExecStream
+from libdsec._sync.tree import Files
 from libdsec.errors import DsecError, TimedOut, WrongState
-from libdsec.options import ExecOptions, SpecOptions, as_bytes, exec_request, new_sandbox_id, settle
+from libdsec.options import (
+    Collected,
+    ExecOptions,
+    Readable,
+    SpecOptions,
+    as_bytes,
+    exec_request,
+    new_sandbox_id,
+    pieces,
+    settle,
+)
+
+#: Input up to this much travels in the request itself.
+BUFFERED_STDIN_BYTES = 4 << 20
 
 
 class Life:
@@ -96,7 +112,7 @@ class Life:
         return info
 
 
-class Sandbox(Life):
+class Sandbox(Life, Files):
     """One sandbox.
 
     ``with Sandbox(image="debian:trixie") as sandbox`` creates it on entering and deletes it on leaving;
@@ -199,7 +215,7 @@ class Sandbox(Life):
         self,
         *command: str | Sequence[str],
         check: bool = False,
-        stdin: bytes | str | None = None,
+        stdin: bytes | str | Readable | None = None,
         **options: Unpack[ExecOptions],
     ) -> t.ExecResult:
         """Run a command to its end: ``exec("ls", "-l")`` or ``exec(["ls", "-l"])``, no shell.
@@ -208,7 +224,72 @@ class Sandbox(Life):
         printed before) at ``timeout_s`` or ``idle_timeout_s``, ExecNotStarted, and InfraError when the failure is not
         the command's. Output beyond ``max_output_bytes`` per stream is dropped and said so in the result.
         """
-        request = exec_request(command, stdin=as_bytes(stdin), **options)
-        result = self.client.exec(self.id, request)
+        if isinstance(stdin, bytes | str | None) and len(stdin or b"") <= BUFFERED_STDIN_BYTES:
+            request = exec_request(command, stdin=as_bytes(stdin), **options)
+            result = self.client.exec(self.id, request)
+        else:
+            request = exec_request(command, **options)
+            result = self._exec_with_input(request, stdin)
         settle(self.id, request.argv, result, check=check)
         return result
+
+    def _exec_with_input(
+        self, request: t.ExecRequest, stdin: bytes | str | Readable | None
+    ) -> t.ExecResult:
+        """A buffered exec whose input is too large for one request."""
+        start = t.StreamStart(start=request, stdin=True)
+        output = Collected(request.max_output_bytes)
+        with ExecStream(self.client, self.id, start).open() as stream:
+
+            def feed() -> None:
+                for piece in pieces(stdin):
+                    stream.write(piece)
+                stream.close_stdin()
+
+            with beside(feed):
+                for name, data in stream:
+                    output.add(name, data)
+            return output.result(stream.info)
+
+    def popen(
+        self,
+        *command: str | Sequence[str],
+        stdin: bool = False,
+        pty: bool = False,
+        rows: int = 24,
+        cols: int = 80,
+        reconnect_s: float = 30.0,
+        **options: Unpack[ExecOptions],
+    ) -> ExecStream:
+        """Start a command and follow it: ``with sandbox.popen("make") as stream``; see ExecStream.
+
+        With ``stdin`` the stream's ``write`` and ``close_stdin`` feed it; with ``pty`` it has a terminal.
+        Raises ExecNotStarted.
+        """
+        request = exec_request(command, pty=pty, rows=rows, cols=cols, **options)
+        start = t.StreamStart(start=request, stdin=stdin)
+        return ExecStream(self.client, self.id, start, reconnect_s=reconnect_s).open()
+
+    def attach(
+        self,
+        exec_id: str,
+        *,
+        stdout_offset: int = 0,
+        stderr_offset: int = 0,
+        stdin: bool = False,
+        allow_gap: bool = False,
+        reconnect_s: float = 30.0,
+    ) -> ExecStream:
+        """Follow a command that runs or has ended, from the given byte offsets on.
+
+        Raises NotFound; reading raises InfraError when bytes after the offsets are gone, unless ``allow_gap``.
+        """
+        start = t.StreamStart(
+            attach=exec_id, stdout_offset=stdout_offset, stderr_offset=stderr_offset, stdin=stdin
+        )
+        stream = ExecStream(self.client, self.id, start, reconnect_s=reconnect_s, allow_gap=allow_gap)
+        return stream.open()
+
+    def logs(self, exec_id: str = "main") -> ExecStream:
+        """What a command printed so far and prints from now on, as far as it is still held."""
+        return self.attach(exec_id, allow_gap=True)

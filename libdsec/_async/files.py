@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two routes that carry file contents.
+
+Here: bodies as streams of bytes or extents. Not here: local files and resuming (``tree.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import httpx
+
+from libdsec import connection as c
+from libdsec import types as t
+from libdsec._async.calls import AsyncFileCalls
+from libdsec.errors import InfraError
+from libdsec.frames import Extents
+
+PLAIN = "application/octet-stream"
+
+
+@dataclass
+class AsyncDownload:
+    """The contents of a file on their way here."""
+
+    response: httpx.Response
+    first: int
+    #: Where the file ends; known when the body has been read.
+    end: int
+
+    async def extents(self) -> AsyncIterator[tuple[int, bytes]]:
+        """Offset and data of each part, holes left out. Raises InfraError when the body is cut."""
+        if not self.response.headers.get("content-type", "").startswith(c.EXTENTS):
+            offset = self.first
+            async for piece in self.response.aiter_raw():
+                yield offset, piece
+                offset += len(piece)
+            self.end = offset
+            return
+        decoder = Extents()
+        async for piece in self.response.aiter_raw():
+            for offset, data in decoder.feed(piece):
+                self.end = max(self.end, offset + len(data))
+                yield offset, data
+        if not decoder.complete:
+            raise InfraError("read a file: its last extent is cut short")
+        self.end = decoder.end if decoder.end is not None else self.end
+
+
+class AsyncTransfers(AsyncFileCalls):
+    """Files in sandboxes with their contents."""
+
+    @asynccontextmanager
+    async def get_file(
+        self,
+        id: str,
+        path: str,
+        *,
+        user: str | None = None,
+        offset: int | None = None,
+        length: int | None = None,
+        extents: bool = False,
+    ) -> AsyncIterator[AsyncDownload]:
+        """Download a file, or ``length`` bytes from ``offset``; with ``extents`` its holes are not sent.
+
+        Raises NotFound, Denied, InvalidSpec (no regular file), ConnectionFailed.
+        """
+        query: dict[str, c.QueryValue] = {"path": path, "user": user, "offset": offset, "length": length}
+        accept = c.EXTENTS if extents else PLAIN
+        async with self.download("get_file", query=query, accept=accept, id=id) as response:
+            size = response.headers.get("x-dsec-size", "")
+            yield AsyncDownload(response, offset or 0, int(size) if size.isdecimal() else 0)
+
+    async def put_file(
+        self,
+        id: str,
+        path: str,
+        content: AsyncIterator[bytes],
+        *,
+        user: str | None = None,
+        mode: int | None = None,
+        umask: int | None = None,
+        parents: bool = False,
+        exclusive: bool = False,
+        mtime_ns: int | None = None,
+        part: str | None = None,
+        offset: int | None = None,
+        size: int | None = None,
+        extents: bool = False,
+    ) -> t.FileInfo:
+        """Upload a file, which appears whole or not at all.
+
+        ``content`` holds bytes from ``offset`` on, or with ``extents`` frames made by ``libdsec.frames.extent``;
+        ``part`` names an upload that can be resumed (``put_state`` tells where); ``size`` is the final size when the
+        file ends in a hole. Raises NotFound, Denied, AlreadyExists (``exclusive``), ConnectionFailed.
+        """
+        query: dict[str, c.QueryValue] = {
+            "path": path,
+            "user": user,
+            "mode": mode,
+            "umask": umask,
+            "parents": parents or None,
+            "exclusive": exclusive or None,
+            "mtime_ns": mtime_ns,
+            "part": part,
+            "offset": offset,
+            "size": size,
+        }
+        kind = c.EXTENTS if extents else PLAIN
+        data = await self.upload("put_file", content, query=query, content_type=kind, id=id)
+        return c.parse(t.FileInfo, data, "put_file")
