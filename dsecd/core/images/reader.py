@@ -323,8 +323,9 @@ def open_stream(read: Read, what: str, stack: contextlib.ExitStack) -> ForwardRe
         return pending.pop() if pending else read(size)
 
     if head.startswith(ZSTD_MAGIC):
-        # -f: the operands are symbolic links and the output exists.
-        argv = ["zstd", "-dqf", "-o", "/dev/fd/3", "--", "/dev/fd/4"]
+        # -f: the operands are symbolic links and the output exists.  Without --no-sparse it seeks over zeros, and
+        # what it writes to is a pipe.
+        argv = ["zstd", "-dqf", "--no-sparse", "-o", "/dev/fd/3", "--", "/dev/fd/4"]
         program = Program(argv, timeout_s=_ZSTD_TIMEOUT_S, feed=joined)
         stack.callback(program.close)
         return ForwardReader(program.read, what)

@@ -165,16 +165,18 @@ def _doubles(key: str, headers: Mapping[str, str]) -> bool:
 def _segments(parts: Parts, member: tarfile.TarInfo, reader: ForwardReader) -> Iterator[memoryview | int]:
     """A file's contents in order: data, and the lengths of holes between."""
     name = show(parts)
-    # The stub knows it as a number.
-    holes = cast("list[tuple[int, int]] | None", member.sparse)
-    if holes is None:
+    # A map of where data is; the stub knows it as a number.
+    areas = cast("list[tuple[int, int]] | None", member.sparse)
+    if areas is None:
         yield from reader.chunks(member.size, name)
         return
     if reader.tell() > member.offset_data:
         raise refuse(parts, "its map of holes is damaged")
     reader.seek(member.offset_data)
     position = 0
-    for offset, length in holes:
+    for offset, length in areas:
+        if length == 0:
+            continue  # the old GNU form pads its map with zeros and ends it with the file's size
         if offset < position or length < 0 or offset + length > member.size:
             raise refuse(parts, "its map of holes is damaged")
         if offset > position:
