@@ -83,7 +83,7 @@ async def request_one(conn: Connection, kind: int, payload: bytes, decode: Calla
 
 
 class _Peek(Channel):
-    """A PEEK: consecutive OUTPUT of one stream, then OK with the ring's bounds."""
+    """A PEEK: OUTPUT of one stream at rising offsets, then OK with the ring's bounds."""
 
     __slots__ = ("_asked", "_left", "_stream", "data", "future", "offset")
 
@@ -117,19 +117,22 @@ class _Peek(Channel):
         if size < 0 or size > self._left:
             raise Violation("more output than was asked for")
         stream, offset = OUTPUT_HEAD.unpack_from(payload)
-        if self.offset is None:
-            self.offset = offset
-        if stream != self._stream or offset != self.offset + len(self.data) or offset < self._asked:
+        place = self._asked if self.offset is None else self.offset + len(self.data)
+        if stream != self._stream or offset < place:
             raise Violation("output of another place than was asked for")
-        if size == 0 and self.data:
+        if size == 0 and self.offset is not None:
             raise Violation("output without bytes")
+        if self.offset is None or offset != place:
+            # The ring moved on meanwhile: what came before the gap is no longer part of what it holds.
+            self.data.clear()
+            self.offset = offset
         self._left -= size
         self.data += payload[OUTPUT_HEAD.size :]
 
     def _result(self, fields: Fields) -> Peeked:
         start, end = fields.u64(Tag.START), fields.u64(Tag.END)
         offset = max(self._asked, start) if self.offset is None else self.offset
-        if start > end or (self.data and not start <= offset <= end - len(self.data)):
+        if start > end or (self.data and offset + len(self.data) > end):
             raise Violation("a ring whose bounds do not hold its bytes")
         return Peeked(bytes(self.data), start, end, offset)
 
