@@ -166,7 +166,7 @@ class ContainerBackend:
     def _stack_and_start(self, box: Box, clones: Sequence[int], disk: int, fds: dict[int, int]) -> None:
         """Blocks. Runs on a thread whose mount namespace ends with it."""
         stage = self._launch_dir
-        tmpfs = mount.new_mount("tmpfs", source="dsec", options=[("mode", "0700")])
+        tmpfs = mount.new_mount("tmpfs", source="dsec", options=[("mode", "0711")])
         with files.closing(tmpfs):
             mount.attach(tmpfs, stage)
         lower = [stage / f"layer{number}" for number in range(len(clones))]
@@ -283,7 +283,8 @@ class ContainerBackend:
 
     def residents(self) -> set[str]:
         places = (self._disks, self._runs, self._sockets, self._crun_root)
-        found = {path.name for place in places for path in place.iterdir()}
+        # Names that no id has are not ours: crun keeps compiled filters in `.cache`.
+        found = {path.name for place in places for path in place.iterdir() if not path.name.startswith(".")}
         groups = {path.name for path in cgroup.children(self._site.cgroup_dir)}
         return found | {name.removeprefix(_CGROUP_PREFIX) for name in groups if name.startswith(_CGROUP_PREFIX)}
 

@@ -8,6 +8,7 @@ system call filter (``seccomp.py``). Source: runtime-spec config.md and config-l
 from __future__ import annotations
 
 import functools
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,9 @@ _MASKED = [
     "/sys/firmware", "/sys/fs/bpf",
     "/sys/kernel/debug", "/sys/kernel/mm/damon", "/sys/kernel/security", "/sys/kernel/tracing",
 ]  # fmt: skip
+# Some programs close or scan every possible descriptor up to the soft limit, so that one stays moderate.
+_SOFT_OPEN_FILES, _HARD_OPEN_FILES = 65_536, 1_048_576
+
 _READONLY = ["/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"]
 
 
@@ -52,6 +56,13 @@ def _mounts(spec: SandboxSpec) -> list[dict[str, Any]]:
         entry("/sys", "sysfs", "noexec", "nodev", "ro"),
         entry("/sys/fs/cgroup", "cgroup", "noexec", "nodev", "ro"),
     ]
+
+
+@functools.cache
+def _open_files() -> dict[str, Any]:
+    """As many open files as the daemon may have: raising a limit further is not allowed in a user namespace."""
+    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return {"type": "RLIMIT_NOFILE", "soft": min(hard, _SOFT_OPEN_FILES), "hard": min(hard, _HARD_OPEN_FILES)}
 
 
 @functools.cache
@@ -83,7 +94,7 @@ def configuration(
             "cwd": "/",
             "capabilities": capabilities,
             "noNewPrivileges": True,
-            "rlimits": [{"type": "RLIMIT_NOFILE", "soft": 65536, "hard": 1048576}],
+            "rlimits": [_open_files()],
         },
         "root": {"path": str(root), "readonly": spec.readonly_root},
         "hostname": hostname(sandbox_id, spec),

@@ -5,6 +5,8 @@ Here: SQL only. A step that has been released is never edited: append a new one.
 counts the steps a database has taken. Not here: queries, which live beside the code that asks them.
 """
 
+from dsecd.core.images import records as images
+
 _BASE = """
 CREATE TABLE meta (
     name TEXT PRIMARY KEY,
@@ -51,4 +53,4 @@ CREATE TABLE sandboxes (
 """
 
 #: Step i brings a database from version i to version i + 1.
-MIGRATIONS: tuple[str, ...] = (_BASE,)
+MIGRATIONS: tuple[str, ...] = (_BASE + images.SCHEMA,)

@@ -12,6 +12,8 @@ import logging
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from libdsec.errors import DsecError
+
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -36,7 +38,12 @@ class Tasks:
 
     def _done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        if isinstance(error, DsecError):
+            # An answer, not a bug: whoever waits for the task gets it.
+            log.info("task failed task=%s error=%s", task.get_name(), error)
+        else:
             log.error("task failed task=%s", task.get_name(), exc_info=error)
 
     @property

@@ -9,6 +9,7 @@ of a process.  mount_namespaces(7).
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import threading
@@ -24,12 +25,14 @@ T = TypeVar("T")
 _SELF = Path("/proc/thread-self/ns/mnt")
 
 
-def create_private() -> int:
+def create_private(*, cpu: int | None = None) -> int:
     """fd of a new mount namespace: a copy of the caller's whose mounts neither send nor receive events.
 
-    Blocks.
+    Made on processor `cpu` if given, see `_pin_new`.  Blocks.
     """
     def make() -> int:
+        if cpu is not None:
+            os.sched_setaffinity(0, {cpu})
         syscalls.unshare(syscalls.CLONE_FS | syscalls.CLONE_NEWNS)
         mounts.make_private("/")
         return open_namespace(_SELF)
@@ -76,14 +79,31 @@ def ensure_pinned(path: Path) -> int:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not is_pinned(path):
             _make_holder_private(path.parent)
-            fd = create_private()
-            try:
-                pin(fd, path)
-            finally:
-                os.close(fd)
+            _pin_new(path)
         return open_namespace(path)
     finally:
         os.close(lock)
+
+
+def _pin_new(path: Path) -> None:
+    """Make a namespace and pin it.
+
+    Newer kernels take the numbers by which they tell older namespaces from newer ones out of a batch for each
+    processor, so a namespace made on another processor than ours was may pass for older than ours: EINVAL, on
+    6.18 in half of the tries on two processors.  The processor that ours was made on always gives higher ones.
+    """
+    processors = sorted(os.sched_getaffinity(0))
+    for cpu in processors:
+        fd = create_private(cpu=cpu)
+        try:
+            pin(fd, path)
+        except OSError as error:
+            if error.errno != errno.EINVAL or cpu == processors[-1]:
+                raise
+        else:
+            return
+        finally:
+            os.close(fd)
 
 
 def _make_holder_private(directory: Path) -> None:

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real dsecd for a test: its own process, directories, cgroup and id range.
+
+Here: starting, killing and ending it, and the proof that it left nothing. Not here: what tests ask of it.
+"""
+
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Self
+
+from libdsec import Client
+from libdsec.errors import ConnectionFailed
+
+_CHECKOUT = Path(__file__).resolve().parents[2]
+_RESIDUE = Path(__file__).with_name("residue.py")
+_RANGES = 4096
+_START_TIMEOUT_S = 30.0
+
+_numbers = itertools.count()
+
+
+class Daemon:
+    """One dsecd. Leaving the block deletes its sandboxes, ends it and fails if anything is left over."""
+
+    def __init__(self, *, config: str = "", env: Mapping[str, str] | None = None) -> None:
+        number = next(_numbers)
+        self.name = f"dsec-test-{os.getpid()}-{number}"
+        self.state_dir = Path("/var/lib/dsec") / self.name
+        self.runtime_dir = Path("/run") / self.name
+        self.cgroup_dir = _cgroup_root() / self.name
+        # Ranges of daemons that live at the same time must not meet; they start where the default ones end.
+        self.uid_base = 0x6800_0000 + (number % 4) * _RANGES * 65536
+        self.socket = self.runtime_dir / "dsecd.sock"
+        self.log = self.state_dir / "dsecd.log"
+        self.env = dict(env or {})
+        self._config = config
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self.state_dir.mkdir(parents=True)
+        self.runtime_dir.mkdir(mode=0o755)
+        (self.state_dir / "dsecd.toml").write_text(
+            f'socket = "{self.socket}"\nstate_dir = "{self.state_dir}"\nruntime_dir = "{self.runtime_dir}"\n'
+            f'cache_dir = "{self.state_dir}/cache"\ncgroup_root = "{self.name}"\nuid_base = {self.uid_base}\n'
+            f"uid_ranges = {_RANGES}\n{self._config}"
+        )
+        try:
+            self.start()
+        except BaseException:
+            self._clean()
+            raise
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        try:
+            if not self.running:
+                self.env = {}
+                self.start()
+            self.delete_all()
+            self.stop()
+            left = self.residue()
+        finally:
+            self._clean()
+        assert not left, f"left over: {left}"
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def client(self) -> Client:
+        return Client(socket=self.socket)
+
+    def start(self, *, wait: bool = True) -> None:
+        """Start it, and wait until it answers."""
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "dsecd", "--config", str(self.state_dir / "dsecd.toml")],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=_CHECKOUT, env={**os.environ, **self.env},
+            )
+        if wait:
+            self.wait_ready()
+
+    def wait_ready(self) -> None:
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while True:
+            if not self.running:
+                raise AssertionError(f"dsecd ended with status {self._process and self._process.returncode}: {self.tail()}")
+            try:
+                with self.client() as client:
+                    client.version()
+                return
+            except ConnectionFailed:
+                if time.monotonic() > deadline:
+                    raise AssertionError(f"dsecd does not answer: {self.tail()}") from None
+                time.sleep(0.02)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+
+    def wait_dead(self, timeout_s: float = 30.0) -> int:
+        """Its status, once it has ended by itself."""
+        assert self._process is not None
+        return self._process.wait(timeout_s)
+
+    def restart(self) -> None:
+        """SIGKILL and a new one."""
+        self.kill()
+        self.start()
+
+    def stop(self) -> None:
+        """SIGTERM, and wait."""
+        assert self._process is not None
+        self._process.terminate()
+        assert self._process.wait(30) == 0, self.tail()
+
+    def delete_all(self) -> None:
+        with self.client() as client:
+            for sandbox in client.list(limit=10000).sandboxes:
+                client.delete(sandbox.id)
+
+    def residue(self) -> list[str]:
+        """What is left over, by an independent program."""
+        done = subprocess.run(
+            [sys.executable, str(_RESIDUE), str(self.state_dir), str(self.runtime_dir), str(self.cgroup_dir),
+             str(self.uid_base), str(_RANGES * 65536)],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode in (0, 1), done.stderr
+        return done.stdout.splitlines()
+
+    def tail(self) -> str:
+        return self.log.read_text(errors="replace")[-3000:]
+
+    def events(self) -> list[dict[str, object]]:
+        with self.client() as client:
+            return [json.loads(event.model_dump_json()) for event in client.events(limit=10000).events]
+
+    def _clean(self) -> None:
+        if self.running:
+            self.kill()
+        for path in sorted(self.cgroup_dir.glob("**/cgroup.kill")):
+            path.write_text("1")
+        for _attempt in range(50):
+            for directory in sorted((p for p in self.cgroup_dir.glob("**") if p.is_dir()), reverse=True):
+                try:
+                    directory.rmdir()
+                except OSError:
+                    time.sleep(0.02)
+            if not self.cgroup_dir.exists():
+                break
+        for mount in reversed(Path("/proc/self/mountinfo").read_text().splitlines()):
+            target = mount.split()[4]
+            if target.startswith(f"{self.runtime_dir}"):
+                subprocess.run(["umount", "--lazy", "--", target], check=False, capture_output=True)
+        shutil.rmtree(self.runtime_dir, ignore_errors=True)
+        shutil.rmtree(self.state_dir, ignore_errors=True)
+
+
+def _cgroup_root() -> Path:
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        if " - cgroup2 " in line:
+            return Path(line.split()[4])
+    raise AssertionError("no cgroup v2")
