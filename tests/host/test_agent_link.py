@@ -48,7 +48,7 @@ class Agent:
             listener.bind(str(path))
             listener.listen(8)
             fds = (listener.fileno(), directory)
-            arguments = [AGENT, f"--listen-fd={fds[0]}", f"--cgroup-fd={fds[1]}"]
+            arguments = [str(AGENT), f"--listen-fd={fds[0]}", f"--cgroup-fd={fds[1]}"]
             self.process = subprocess.Popen(arguments, pass_fds=fds, stdin=subprocess.DEVNULL)
         os.close(directory)
 

@@ -108,11 +108,17 @@ def test_request_over_four_mebibytes_is_refused_here() -> None:
 
 
 @pytest.mark.parametrize(
-    "request_", [StartRequest("e", []), StartRequest("e e", ["true"]), StartRequest("e", ["a\0b"])]
+    "request_",
+    [
+        StartRequest("e", []),
+        StartRequest("e e", ["true"]),
+        StartRequest("e", ["a\0b"]),
+        StartRequest("e", ["true"], rlimits=[(0, -1, 0)]),
+    ],
 )
 def test_impossible_requests_are_refused_here(request_: StartRequest) -> None:
     async def story(agent: FakeAgent, link: AgentLink) -> None:
-        with pytest.raises(ValueError, match=r"argument|id|NUL"):
+        with pytest.raises(ValueError, match=r"argument|id|NUL|limit"):
             await link.start(request_, attach=True)
         assert await agent.quiet()
 

@@ -97,7 +97,11 @@ def test_peek_reads_held_output() -> None:
         _, got = await answered(agent, link.peek("e", 1, 10, 100), (OK, fields(start=0, end=10)))
         assert (got.data, got.offset, got.end) == (b"", 10, 10)
         # The ring may lose its oldest bytes while they are being told.
-        moved = [(OUTPUT, output(1, 10, b"abc")), (OUTPUT, output(1, 20, b"de")), (OK, fields(start=21, end=30))]
+        moved = [
+            (OUTPUT, output(1, 10, b"abc")),
+            (OUTPUT, output(1, 20, b"de")),
+            (OK, fields(start=21, end=30)),
+        ]
         _, got = await answered(agent, link.peek("e", 1, 10, 100), *moved)
         assert (got.data, got.offset, got.start, got.end) == (b"de", 20, 21, 30)
 
@@ -127,7 +131,9 @@ def test_peek_reads_held_output() -> None:
         pytest.param("peek", [(OUTPUT, output(1, 10, bytes(101)))], id="peek of more than asked"),
         pytest.param("peek", [(OUTPUT, output(2, 10, b"x"))], id="peek of another stream"),
         pytest.param("peek", [(OUTPUT, output(1, 9, b"x"))], id="peek before the offset"),
-        pytest.param("peek", [(OUTPUT, output(1, 10, b"xy")), (OUTPUT, output(1, 11, b"x"))], id="peek goes back"),
+        pytest.param(
+            "peek", [(OUTPUT, output(1, 10, b"xy")), (OUTPUT, output(1, 11, b"x"))], id="peek goes back"
+        ),
         pytest.param("peek", [(OK, fields(start=5, end=4))], id="ring that ends before it starts"),
         pytest.param(
             "peek", [(OUTPUT, output(1, 10, b"x")), (OK, fields(start=0, end=10))], id="ring too short"

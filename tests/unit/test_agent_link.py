@@ -66,6 +66,7 @@ def greeting(answer: bytes) -> tuple[BaseException, list[LinkLost]]:
         make_frame(HELLO_OK, 0, fields(protocol=1, version="v" * 65, generation=7)),
         make_frame(HELLO_OK, 0, fields(version="1")),
         make_frame(HELLO_OK, 1, fields(protocol=1, version="1", generation=7)),
+        make_frame(HELLO_OK, 0, fields(protocol=1, version="1", generation=7)) + make_frame(OK, 5),
         make_frame(OK, 0),
         make_frame(ERROR, 0, fields(code="Not A Code", errno=0)),
         make_frame(ERROR, 0, fields(code="x", errno=2**40)),

@@ -16,6 +16,8 @@ from dsecd.backends.agentlink.frames import (
     RLIMIT,
     STDERR,
     STDOUT,
+    U32_MAX,
+    U64_MAX,
     Fields,
     Tag,
     Type,
@@ -78,11 +80,17 @@ def start_payloads(request: StartRequest, *, attach: bool, window: int) -> list[
         (Tag.BUFFER_BYTES, request.buffer_bytes),
     )
     fields += [u64(tag, value) for tag, value in optional if value]
-    fields += [raw(Tag.RLIMIT, RLIMIT.pack(*limit)) for limit in request.rlimits]
+    fields += [_rlimit(*limit) for limit in request.rlimits]
     try:
         return split_request(fields)
     except ValueError as error:
         raise AgentError("too-large", errno.E2BIG, str(error)) from error
+
+
+def _rlimit(resource: int, soft: int, hard: int) -> bytes:
+    if not (0 <= resource <= U32_MAX and 0 <= soft <= U64_MAX and 0 <= hard <= U64_MAX):
+        raise ValueError("a resource limit that does not fit its type")
+    return raw(Tag.RLIMIT, RLIMIT.pack(resource, soft, hard))
 
 
 class _Piece:
@@ -315,7 +323,7 @@ class ExecChannel(Channel):
                 if isinstance(self._failure, LinkLost):
                     raise self._failure.again()
                 return
-            self.conn.send(frame(Type.INPUT, self.number, bytes(view[:size])))
+            self.conn.send(frame(Type.INPUT, self.number, view[:size]))
             view = view[size:]
             if self.conn.paused:
                 await self.conn.drain()

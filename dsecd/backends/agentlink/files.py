@@ -13,20 +13,20 @@ from dsecd.backends.agentlink.connection import Channel, Connection
 from dsecd.backends.agentlink.flow import MAX_ALLOWANCE, Allowance, Window
 from dsecd.backends.agentlink.frames import (
     DATA_HEAD,
+    MAX_DATA,
     MAX_OFFSET,
-    MAX_PAYLOAD,
     STDIN,
     Fields,
     Tag,
     Type,
     Violation,
+    data_frame,
     frame,
     u64,
 )
 from dsecd.backends.agentlink.records import AgentError, FileInfo, LinkLost, error_from, file_info_from
 
 _DATA_HEAD: Final = DATA_HEAD.size
-_MAX_CHUNK: Final = MAX_PAYLOAD - _DATA_HEAD
 # Data extents end at block borders, so this many separate pieces within a window is no file's layout.
 _SMALLEST_PIECE: Final = 256
 
@@ -57,7 +57,7 @@ class FileReader(Channel):
         self._window = Window(conn, STDIN, window)
         self._position = offset
         self._stop = offset + length if length else MAX_OFFSET
-        self._pieces: deque[tuple[int, bytearray]] = deque()
+        self._pieces: deque[tuple[int, bytes]] = deque()
         self._last = 0
         self._done = False
         self._failure: AgentError | LinkLost | None = None
@@ -90,9 +90,10 @@ class FileReader(Channel):
             raise Violation("file data out of its place")
         self._window.take(size)
         if self._pieces and offset == self._position and len(self._pieces[-1][1]) < _SMALLEST_PIECE:
-            self._pieces[-1][1].extend(payload[_DATA_HEAD:])
+            begin, small = self._pieces.pop()
+            self._pieces.append((begin, small + payload[_DATA_HEAD:]))
         else:
-            self._pieces.append((offset, bytearray(payload[_DATA_HEAD:])))
+            self._pieces.append((offset, bytes(payload[_DATA_HEAD:])))
             if len(self._pieces) > 16 + self._window.size // _SMALLEST_PIECE:
                 raise Violation("file data in crumbs")
         self._position = offset + size
@@ -134,7 +135,7 @@ class FileReader(Channel):
             await self._wait()
         offset, data = self._pieces.popleft()
         self._last = len(data)
-        return offset, bytes(data)
+        return offset, data
 
     async def aclose(self) -> None:
         """Gives the transfer up if it is still going on. Reading on then fails: an end would look like the file's."""
@@ -241,14 +242,13 @@ class FileWriter(Channel):
         view = memoryview(data)
         while view:
             try:
-                size = await self._allowance.take(min(len(view), _MAX_CHUNK))
+                size = await self._allowance.take(min(len(view), MAX_DATA))
             except asyncio.CancelledError:
                 await self.aclose()
                 raise
             if not size or not self.opened:
                 raise self._failure or ValueError("the upload is over")
-            payload = b"".join((DATA_HEAD.pack(offset), view[:size]))
-            self.conn.send(frame(Type.DATA, self.number, payload))
+            self.conn.send(data_frame(self.number, offset, view[:size]))
             view, offset = view[size:], offset + size
             if self.conn.paused:
                 await self.conn.drain()

@@ -23,6 +23,7 @@ RLIMIT: Final = struct.Struct("<IQQ")
 PROTOCOL_VERSION: Final = 1
 HEADER_BYTES: Final = HEADER.size
 MAX_PAYLOAD: Final = 65_536
+MAX_DATA: Final = MAX_PAYLOAD - DATA_HEAD.size
 MAX_REQUEST: Final = 4 << 20
 MAX_CHANNEL: Final = 2**31 - 1
 # Sizes and offsets in files and streams are off_t on the other side.
@@ -223,9 +224,15 @@ def _check_header(length: int, kind: int, flags: int, reserved: int) -> None:
         raise Violation(f"reserved bits set in a {TYPE_NAMES[kind]} header")
 
 
-def frame(kind: int, channel: int, payload: bytes = b"", flags: int = 0) -> bytes:
+def frame(kind: int, channel: int, payload: bytes | memoryview = b"", flags: int = 0) -> bytes:
     """One whole frame. `payload` is at most MAX_PAYLOAD bytes (the caller's duty)."""
     return HEADER.pack(len(payload), kind, flags, 0, channel) + payload
+
+
+def data_frame(channel: int, offset: int, data: memoryview) -> bytes:
+    """A DATA frame for at most MAX_DATA bytes of a file, copied once."""
+    head = HEADER.pack(DATA_HEAD.size + len(data), Type.DATA, 0, 0, channel)
+    return b"".join((head, DATA_HEAD.pack(offset), data))
 
 
 def u64(tag: int, value: int) -> bytes:

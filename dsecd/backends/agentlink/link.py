@@ -138,6 +138,8 @@ async def _greet(sock: socket.socket, generation: int, on_lost: OnLost) -> "Agen
             link = AgentLink(conn, fields, generation)
         except Violation as violation:
             raise conn.end(broken(violation)) from None
+        if conn.failure is not None:  # lost since it was greeted, and nobody has been told
+            raise conn.failure.again()
     except BaseException:  # as in _dial
         await conn.close()
         raise
