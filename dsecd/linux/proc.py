@@ -259,9 +259,15 @@ def _resolve(program: str, env: Mapping[str, str]) -> str:
 def _memory_file(content: bytes) -> int:
     """An fd that reads as `content`: unlike a pipe it needs no one to feed it and cannot deadlock."""
     fd = os.memfd_create("stdin", os.MFD_CLOEXEC)
-    with os.fdopen(os.dup(fd), "wb") as file:
-        file.write(content)
-    os.lseek(fd, 0, os.SEEK_SET)
+    try:
+        with open(fd, "wb", buffering=0, closefd=False) as file:
+            left = memoryview(content)
+            while left:
+                left = left[file.write(left) :]
+        os.lseek(fd, 0, os.SEEK_SET)
+    except BaseException:
+        os.close(fd)
+        raise
     return fd
 
 
@@ -298,8 +304,14 @@ def _spawn(
                 sinks.append(_Sink(reader, output_limit_bytes, keep_last=number == 2))
                 ours.callback(sinks[-1].close)
         pid = _spawn_at(path, spawned, environment, fds, null_stdin=content is None)
+        try:
+            child = _Child(words, pid, sinks)
+        except OSError:  # No pidfd: out of file descriptors.
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise
         ours.pop_all()
-    return _Child(words, pid, sinks)
+    return child
 
 
 def run_blocking(

@@ -3,7 +3,9 @@
 
 import asyncio
 import contextlib
+import errno
 import os
+import resource
 import signal
 import socket
 import threading
@@ -261,6 +263,30 @@ def test_arguments_reach_the_program_untouched(run: Runner) -> None:
     nasty = ["a b", "$(id)", "'; rm x", "", "-n", "ü\udcff"]
     done = run(["printf", "%s\\0", *nasty], timeout_s=10)
     assert done.stdout == b"".join(os.fsencode(word) + b"\0" for word in nasty)
+
+
+@pytest.mark.parametrize("free", range(7))
+def test_running_out_of_fds_leaves_nothing(free: int) -> None:
+    """With `free` descriptors to go it works or fails with EMFILE; the fixture looks for what is left."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC))
+        for _ in range(free):
+            os.close(taken.pop())
+        if free < 6:
+            with pytest.raises(OSError) as caught:
+                proc.run_blocking(["true"], input=b"x", timeout_s=10)
+            assert caught.value.errno == errno.EMFILE
+        else:
+            proc.run_blocking(["true"], input=b"x", timeout_s=10)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in taken:
+            os.close(fd)
 
 
 def test_many_at_once_on_one_loop() -> None:
