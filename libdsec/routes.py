@@ -34,6 +34,7 @@ class Query:
     doc: str = ""
     minimum: float | None = None
     maximum: float | None = None
+    choices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,13 @@ class Route:
     body_limit_bytes: int = field(default=16 << 20)
 
 
+_STATES = tuple(state.value for state in t.State)
 _WAIT = Query("wait_s", "float", doc="block this long for a change", minimum=0, maximum=300)
 _PATH = Query("path", required=True, doc="absolute path in the sandbox")
 _USER = Query("user", doc="name or uid whose permissions apply; default the sandbox's user")
 
 ROUTES: tuple[Route, ...] = (
+    Route("openapi", "GET", "/v1/openapi.json", Scope.READ, "This API as an OpenAPI 3.1 document.", answer="stream"),
     Route("version", "GET", "/v1/version", Scope.READ, "Version of the daemon.", response=t.VersionInfo),
     Route("host", "GET", "/v1/host", Scope.READ, "What this host offers.", response=t.HostReport),
     Route("doctor", "GET", "/v1/doctor", Scope.READ, "Check the host and look for residue.", response=t.DoctorReport),
@@ -67,10 +70,10 @@ ROUTES: tuple[Route, ...] = (
     Route("create", "POST", "/v1/sandboxes", Scope.SANDBOX, "Create a sandbox and start it.",
           t.CreateRequest, t.Sandbox, status=201, timeout_s=120),
     Route("create_batch", "POST", "/v1/sandboxes/batch", Scope.SANDBOX, "Create many; per-item results.",
-          t.BatchCreateRequest, t.Operation, status=202, body_limit_bytes=256 << 20),
+          t.BatchCreateRequest, t.Operation, status=202, body_limit_bytes=64 << 20),
     Route("list", "GET", "/v1/sandboxes", Scope.READ, "List sandboxes.", response=t.SandboxList,
-          query=(Query("label", "list", doc="NAME=VALUE or NAME; all must match"), Query("state", "list"),
-                 Query("after"), Query("limit", "int", minimum=1, maximum=10000))),
+          query=(Query("label", "list", doc="NAME=VALUE or NAME; all must match"),
+                 Query("state", "list", choices=_STATES), Query("after"), Query("limit", "int", minimum=1, maximum=10000))),
     Route("inspect", "GET", "/v1/sandboxes/{id}", Scope.READ, "One sandbox.", response=t.Sandbox),
     Route("update", "PATCH", "/v1/sandboxes/{id}", Scope.SANDBOX, "Change labels, TTL or limits.",
           t.UpdateRequest, t.Sandbox),
@@ -83,7 +86,7 @@ ROUTES: tuple[Route, ...] = (
     Route("pause", "POST", "/v1/sandboxes/{id}/pause", Scope.SANDBOX, "Freeze its processes.", response=t.Sandbox),
     Route("resume", "POST", "/v1/sandboxes/{id}/resume", Scope.SANDBOX, "Thaw its processes.", response=t.Sandbox),
     Route("wait", "GET", "/v1/sandboxes/{id}/wait", Scope.READ, "Wait until it is in one of the states.",
-          response=t.Sandbox, query=(Query("state", "list", required=True), _WAIT), timeout_s=310),
+          response=t.Sandbox, query=(Query("state", "list", required=True, choices=_STATES), _WAIT), timeout_s=310),
     # execs
     Route("exec", "POST", "/v1/sandboxes/{id}/execs", Scope.SANDBOX, "Run a command to its end, output buffered.",
           t.ExecRequest, t.ExecResult, body_limit_bytes=128 << 20, timeout_s=0),
@@ -99,7 +102,7 @@ ROUTES: tuple[Route, ...] = (
           query=(_WAIT, Query("max_output_bytes", "int", minimum=0, maximum=64 << 20)), timeout_s=310),
     Route("exec_output", "GET", "/v1/sandboxes/{id}/execs/{exec_id}/output", Scope.READ,
           "Read output without attaching.", response=t.ExecOutput,
-          query=(Query("stream", doc="stdout or stderr"), Query("offset", "int", minimum=0),
+          query=(Query("stream", doc="default stdout", choices=("stdout", "stderr")), Query("offset", "int", minimum=0),
                  Query("limit", "int", minimum=1, maximum=1 << 20))),
     Route("exec_signal", "POST", "/v1/sandboxes/{id}/execs/{exec_id}/signal", Scope.SANDBOX, "Send a signal.",
           t.SignalRequest, t.Empty),
@@ -109,7 +112,8 @@ ROUTES: tuple[Route, ...] = (
           "Drop the record of an ended exec.", response=t.Empty),
     # files
     Route("get_file", "GET", "/v1/sandboxes/{id}/files", Scope.READ, "Download a file.", answer="stream",
-          query=(_PATH, _USER, Query("offset", "int", minimum=0), Query("length", "int", minimum=0)), timeout_s=0),
+          query=(_PATH, _USER, Query("offset", "int", minimum=0),
+                 Query("length", "int", minimum=0, doc="0: to the end")), timeout_s=0),
     Route("put_file", "PUT", "/v1/sandboxes/{id}/files", Scope.SANDBOX, "Upload a file; it appears whole or not.",
           body="stream", response=t.FileInfo, body_limit_bytes=0, timeout_s=0,
           query=(_PATH, _USER, Query("mode", "int", minimum=0, maximum=0o7777),

@@ -55,15 +55,15 @@ class ImageJobs:
 
     async def tag(self, ref: str, name: str) -> ImageInfo:
         """Give an image another name.  Raises NotFound."""
-        return self._told("image.tagged", await self._images.tag(ref, name), name=name)
+        return self._told("image.tagged", await self._images.tag(ref, name))
 
     async def remove(self, ref: str) -> None:
         """Remove a name, or an image.  Raises NotFound, Conflict while a sandbox holds it."""
         await self._images.remove(ref)
         self._events.emit("image.removed", ref)
 
-    def _told(self, kind: str, info: ImageInfo, **details: str) -> ImageInfo:
-        self._events.emit(kind, info.digest, names=list(info.names), **details)
+    def _told(self, kind: str, info: ImageInfo) -> ImageInfo:
+        self._events.emit(kind, info.digest, names=list(info.names))
         return info
 
 
