@@ -37,8 +37,8 @@ bench: ## the figures of SPECIFICATION.md, beside their peers
 agent: ## build the agent
 	@$(DEV) $(MAKE) --no-print-directory -C agent
 
-agent-check: ## the agent's own tests, with sanitizers
-	@$(DEV) $(MAKE) --no-print-directory -C agent check
+agent-check: ## the agent's tests, on the real program and on one with sanitizers
+	@$(DEV) sh -c '$(MAKE) --no-print-directory -C agent all asan && $(PYTEST) tests/host/test_agent.py'
 
 clean: ## remove what was built in the checkout; the cache of ./dev stays
 	rm -rf build dist *.egg-info
