@@ -30,6 +30,8 @@ MAX_MESSAGE_BYTES = 8 << 20
 #: How much longer than the daemon's own limit the client waits for an answer.
 MARGIN_S = 15.0
 EXTENTS = "application/x-dsec-extents"
+#: No limit on connections: a running exec holds one, and a full pool would keep the call out that could end it.
+POOL = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=30.0)
 
 #: Routes that may be sent again when the connection broke before an answer came, because the second request has no
 #: further effect: reads, and changes that carry a key or name their final state.
@@ -61,7 +63,7 @@ def target(route: Route, path: Mapping[str, str], query: Mapping[str, QueryValue
             raise InvalidSpec(f"{name} {value!r}: {text}", errors=[{"path": name, "message": text}])
     text = route.path.format_map({name: quote(value, safe="") for name, value in path.items()})
     pairs = [pair for name, value in query.items() for pair in _pairs(name, value)]
-    return f"{text}?{urlencode(pairs)}" if pairs else text
+    return f"{text}?{urlencode(pairs, errors='surrogateescape')}" if pairs else text
 
 
 def _pairs(name: str, value: QueryValue) -> list[tuple[str, str]]:

@@ -25,6 +25,10 @@ MAX_RESENDS = 4
 class AsyncHostCalls(AsyncTransport):
     """The host, operations and events."""
 
+    async def openapi(self) -> bytes:
+        """The API as an OpenAPI document, JSON."""
+        return await self.request("openapi")
+
     async def version(self) -> t.VersionInfo:
         """Version of the daemon."""
         return c.parse(t.VersionInfo, await self.request("version"), "version")

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import ParamSpec, TypeVar
 
+import httpx
 from websockets.asyncio.client import ClientConnection, unix_connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketException
 
@@ -18,6 +19,7 @@ from libdsec.connection import (
     CLOSE_TIMEOUT_S,
     MAX_MESSAGE_BYTES,
     OPEN_TIMEOUT_S,
+    POOL,
     error_of_handshake,
     unreachable,
 )
@@ -28,6 +30,11 @@ T = TypeVar("T")
 
 Lock = asyncio.Lock
 sleep = asyncio.sleep
+
+
+def http_transport(socket: str) -> httpx.AsyncHTTPTransport:
+    """Connections to the daemon. verify=False: a Unix socket has no TLS, and loading certificates takes 20 ms."""
+    return httpx.AsyncHTTPTransport(verify=False, uds=socket, limits=POOL)
 
 
 async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -18,7 +18,7 @@ import httpx
 from pydantic import BaseModel
 
 from libdsec import connection as c
-from libdsec._async.primitives import WebSocket, sleep
+from libdsec._async.primitives import WebSocket, http_transport, sleep
 from libdsec.errors import ConnectionFailed, DsecError, NoCapacity
 from libdsec.routes import BY_NAME
 
@@ -48,10 +48,7 @@ class AsyncTransport:
         self.connect_wait_s = connect_wait_s
         self.agent = agent
         self._answered = False
-        # verify=False: a Unix socket has no TLS, and loading certificates costs 20 ms. No limit on connections: a
-        # running exec holds one, and a full pool would keep the call out that could end it.
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=30.0)
-        self._http = httpx.AsyncHTTPTransport(verify=False, uds=self.socket, limits=limits)
+        self._http = http_transport(self.socket)
         self._headers = {"host": "dsec", "user-agent": agent, "accept": "application/json"}
 
     async def close(self) -> None:
@@ -106,15 +103,26 @@ class AsyncTransport:
         self, method: str, where: str, content: bytes | None, limit_s: float | None, name: str
     ) -> bytes:
         request = self._build(method, where, content, limit_s, _JSON if content is not None else {})
+        return await self._exchange(request, name)
+
+    async def _open(self, request: httpx.Request, name: str) -> httpx.Response:
+        """Send a request; its answer, with the body still to be read."""
         try:
             response = await self._http.handle_async_request(request)
-            try:
-                data = await response.aread()
-            finally:
-                await response.aclose()
         except httpx.TransportError as exc:
             raise c.transport_error(self.socket, name, exc) from exc
         self._answered = True
+        return response
+
+    async def _exchange(self, request: httpx.Request, name: str) -> bytes:
+        """Send a request; the body of its answer. Raises what the daemon says."""
+        response = await self._open(request, name)
+        try:
+            data = await response.aread()
+        except httpx.TransportError as exc:
+            raise c.transport_error(self.socket, name, exc) from exc
+        finally:
+            await response.aclose()
         if response.status_code >= 400:
             raise c.error_of(response.status_code, data)
         return data
@@ -145,10 +153,7 @@ class AsyncTransport:
         """Open a streamed answer; leaving the block closes its connection. Not repeated."""
         where = c.target(BY_NAME[name], path, query)
         request = self._build("GET", where, None, self.timeout_s, {"accept": accept})
-        try:
-            response = await self._http.handle_async_request(request)
-        except httpx.TransportError as exc:
-            raise c.transport_error(self.socket, name, exc) from exc
+        response = await self._open(request, name)
         try:
             if response.status_code >= 400:
                 raise c.error_of(response.status_code, await response.aread())
@@ -172,17 +177,7 @@ class AsyncTransport:
         request = self._build(
             BY_NAME[name].method, where, content, self.timeout_s, {"content-type": content_type}
         )
-        try:
-            response = await self._http.handle_async_request(request)
-            try:
-                data = await response.aread()
-            finally:
-                await response.aclose()
-        except httpx.TransportError as exc:
-            raise c.transport_error(self.socket, name, exc) from exc
-        if response.status_code >= 400:
-            raise c.error_of(response.status_code, data)
-        return data
+        return await self._exchange(request, name)
 
     async def websocket(
         self, name: str, *, query: Mapping[str, c.QueryValue] | None = None, **path: str

@@ -335,23 +335,25 @@ class AsyncFiles:
         links: list[tuple[str, str]] = []
         while waiting:
             directory = waiting.pop()
-            async for entry in self.list_dir(posixpath.join(path, directory), user=user):
-                where = posixpath.join(directory, entry.name)
-                report.at(where)
-                if not safe_name(entry.name):
-                    report.skipped.append((repr(where), "its name is none"))
-                elif entry.type == "directory":
-                    await in_thread(local.make_directory, where)
-                    waiting.append(where)
-                    made.append((where, entry))
-                elif entry.type == "file":
-                    await self._get_entry(local, posixpath.join(path, where), where, user, report, entry)
-                elif entry.type == "symlink" and not escapes(directory, entry.target or ""):
-                    links.append((where, entry.target or ""))
-                elif entry.type == "symlink":
-                    report.skipped.append((where, f"symlink: it leads out of the tree, to {entry.target!r}"))
-                else:
-                    report.skipped.append((where, f"it is a {entry.type}"))
+            try:
+                async for entry in self.list_dir(posixpath.join(path, directory), user=user):
+                    where = posixpath.join(directory, entry.name)
+                    report.at(where)
+                    reason = _unfit(directory, entry)
+                    if reason is not None:
+                        report.skipped.append((where, reason))
+                    elif entry.type == "directory":
+                        await in_thread(local.make_directory, where)
+                        waiting.append(where)
+                        made.append((where, entry))
+                    elif entry.type == "file":
+                        await self._get_entry(local, posixpath.join(path, where), where, user, report, entry)
+                    else:
+                        links.append((where, entry.target or ""))
+            except RequestError as exc:
+                if not directory:
+                    raise
+                report.skipped.append((directory, exc.message))  # it vanished, or is not ours to read
         await in_thread(_finish, local, links, made, report)
 
     async def _get_entry(
@@ -368,6 +370,18 @@ class AsyncFiles:
             os.close(fd)
         report.files += 1
         report.data_bytes += entry.size_bytes
+
+
+def _unfit(directory: str, entry: t.FileInfo) -> str | None:
+    """Why an entry of a sandbox's tree is not made here; None when it is."""
+    if not safe_name(entry.name):
+        return f"{entry.name!r} is no name"
+    if entry.type == "symlink":
+        if escapes(directory, entry.target or ""):
+            return f"symlink: it leads out of the tree, to {entry.target!r}"
+    elif entry.type not in ("directory", "file"):
+        return f"it is a {entry.type}"
+    return None
 
 
 def _finish(

@@ -26,6 +26,10 @@ MAX_RESENDS = 4
 class HostCalls(Transport):
     """The host, operations and events."""
 
+    def openapi(self) -> bytes:
+        """The API as an OpenAPI document, JSON."""
+        return self.request("openapi")
+
     def version(self) -> t.VersionInfo:
         """Version of the daemon."""
         return c.parse(t.VersionInfo, self.request("version"), "version")

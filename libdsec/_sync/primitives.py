@@ -6,12 +6,15 @@ Here: sleeping, locks, blocking calls, a job beside the caller, one WebSocket. N
 
 from __future__ import annotations
 
+import socket as socketlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
+import httpcore
+import httpx
 from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketException
 from websockets.sync.client import ClientConnection, unix_connect
 
@@ -19,6 +22,7 @@ from libdsec.connection import (
     CLOSE_TIMEOUT_S,
     MAX_MESSAGE_BYTES,
     OPEN_TIMEOUT_S,
+    POOL,
     error_of_handshake,
     unreachable,
 )
@@ -29,6 +33,44 @@ T = TypeVar("T")
 
 Lock = threading.Lock
 sleep = time.sleep
+
+
+class _Backend(httpcore.SyncBackend):
+    """httpcore's, but for the socket of a failed attempt, which it leaves to the garbage collector."""
+
+    def connect_unix_socket(
+        self,
+        path: str,
+        timeout: float | None = None,
+        socket_options: Iterable[Any] | None = None,
+    ) -> httpcore.NetworkStream:
+        with socketlib.socket(socketlib.AF_UNIX, socketlib.SOCK_STREAM) as probe:
+            probe.settimeout(timeout)
+            try:
+                probe.connect(path)
+            except TimeoutError as exc:
+                raise httpcore.ConnectTimeout(str(exc)) from exc
+            except OSError as exc:
+                raise httpcore.ConnectError(str(exc)) from exc
+        return super().connect_unix_socket(path, timeout, socket_options)
+
+
+class _Transport(httpx.HTTPTransport):
+    """httpx's, on a pool with our backend."""
+
+    def __init__(self, socket: str) -> None:
+        self._pool = httpcore.ConnectionPool(
+            uds=socket,
+            max_connections=POOL.max_connections,
+            max_keepalive_connections=POOL.max_keepalive_connections,
+            keepalive_expiry=POOL.keepalive_expiry,
+            network_backend=_Backend(),
+        )
+
+
+def http_transport(socket: str) -> httpx.HTTPTransport:
+    """Connections to the daemon."""
+    return _Transport(socket)
 
 
 def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

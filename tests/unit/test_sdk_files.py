@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""File transfers of libdsec against a daemon in memory: holes, cuts, links and hostile names."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from libdsec import Client, Sandbox
+from libdsec.errors import AlreadyExists, ConnectionFailed, InfraError, InvalidSpec, NotFound, TooLarge
+from libdsec.frames import Cursor, Extents, Lines, extent
+from libdsec.local import escapes
+from tests.support.fake_daemon import Box, FakeDaemon, pattern
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def daemon() -> Iterator[FakeDaemon]:
+    with FakeDaemon() as fake:
+        yield fake
+
+
+@pytest.fixture
+def sandbox(daemon: FakeDaemon) -> Iterator[Sandbox]:
+    with Client(daemon.socket, retry_s=5) as client, Sandbox(image="debian:trixie", client=client) as made:
+        yield made
+
+
+@pytest.fixture
+def box(daemon: FakeDaemon, sandbox: Sandbox) -> Box:
+    return daemon.boxes[sandbox.id]
+
+
+# --- pure --------------------------------------------------------------------------------------------------------
+
+
+def test_extents_come_out_however_the_body_is_cut() -> None:
+    body = extent(0, b"abc") + extent(10, b"defg") + extent(20, b"")
+    for size in range(1, len(body)):
+        decoder, data = Extents(), bytearray(20)
+        for begin in range(0, len(body), size):
+            for offset, piece in decoder.feed(body[begin : begin + size]):
+                data[offset : offset + len(piece)] = piece
+        assert bytes(data) == b"abc" + bytes(7) + b"defg" + bytes(6)
+        assert decoder.complete
+        assert decoder.end == 20
+    cut = Extents()
+    assert list(cut.feed(body[:14])) == [(0, b"ab")]
+    assert not cut.complete
+
+
+def test_extents_that_go_back_are_refused() -> None:
+    with pytest.raises(InfraError):
+        list(Extents().feed(extent(10, b"abc") + extent(5, b"x")))
+
+
+def test_a_character_split_anywhere_comes_out_whole() -> None:
+    text = "a🐟b\nc\xe9\n"
+    raw = text.encode()
+    for cut in range(len(raw) + 1):
+        lines = Lines()
+        found = [*lines.feed(raw[:cut]), *lines.feed(raw[cut:]), *lines.feed(b"", final=True)]
+        assert found == ["a🐟b", "c\xe9"]
+    assert list(Lines().feed(b"\xff\xfe\n")) == ["��"]
+
+
+def test_cursor_hands_out_each_byte_once() -> None:
+    cursor = Cursor("stdout")
+    assert cursor.take(0, b"abc") == b"abc"
+    assert cursor.take(1, b"bcde") == b"de"
+    assert cursor.take(0, b"ab") == b""
+    with pytest.raises(InfraError):
+        cursor.take(6, b"x")
+    with pytest.raises(InfraError):
+        cursor.finish(6)
+    cursor.finish(5)
+
+
+@pytest.mark.parametrize(
+    ("directory", "target", "leads_out"),
+    [
+        ("", "a", False),
+        ("", "./a//b/.", False),
+        ("a", "../b", False),
+        ("a/b", "../../c/d", False),
+        ("", "/etc/passwd", True),
+        ("", "..", True),
+        ("a", "../../b", True),
+        ("", "a/../../b", True),
+        # Inside when read as text, but "up" may be a link to a place higher in the tree.
+        ("", "d/up/..", True),
+        ("", "", True),
+    ],
+)
+def test_links_that_may_lead_out_are_known(directory: str, target: str, leads_out: bool) -> None:
+    assert escapes(directory, target) is leads_out
+
+
+# --- single files ------------------------------------------------------------------------------------------------
+
+
+def test_read_and_write(sandbox: Sandbox, box: Box) -> None:
+    data = os.urandom(300_000)
+    assert sandbox.write("/a", data, mode=0o600).size_bytes == len(data)
+    assert sandbox.read("/a") == data
+    assert box.files["/a"]["mode"] == 0o600
+    sandbox.write("/a", "Öl")
+    assert sandbox.read_text("/a") == "Öl"
+    sandbox.write("/empty", b"")
+    assert sandbox.read("/empty") == b""
+    with pytest.raises(TooLarge):
+        sandbox.read("/a", max_bytes=2)
+    with pytest.raises(AlreadyExists):
+        sandbox.write("/a", b"", exclusive=True)
+    with pytest.raises(NotFound):
+        sandbox.read("/none")
+    with pytest.raises(InvalidSpec):
+        sandbox.read("relative")
+
+
+def test_other_file_calls(sandbox: Sandbox, box: Box) -> None:
+    sandbox.mkdir("/d", mode=0o700, umask=0)
+    for name in "abcde":
+        sandbox.write(f"/d/{name}", name)
+    assert [entry.name for entry in sandbox.list_dir("/d")] == list("abcde")
+    sandbox.rename("/d/a", "/d/z")
+    assert sandbox.stat("/d/z").size_bytes == 1
+    sandbox.remove("/d", recursive=True)
+    assert list(box.files) == ["/"]
+
+
+def test_upload_goes_on_where_it_was_cut(sandbox: Sandbox, daemon: FakeDaemon, box: Box, tmp_path: Path) -> None:
+    data = pattern(9 * MIB)
+    (tmp_path / "f").write_bytes(data)
+    daemon.body_cuts = [3 * MIB, 2 * MIB]
+    sandbox.put_file(tmp_path / "f", "/f")
+    assert box.files["/f"]["data"] == data
+    puts = [arguments for name, arguments in daemon.seen if name == "put_file"]
+    assert len({put["part"] for put in puts}) == 1
+    offsets = [int(put.get("offset", 0)) for put in puts]
+    assert offsets[0] == 0
+    assert offsets[1] >= 3 * MIB
+    assert offsets[2] >= 5 * MIB
+
+
+def test_small_upload_is_sent_again(sandbox: Sandbox, daemon: FakeDaemon, box: Box) -> None:
+    daemon.faults["put_file"] = ["lose", "cut"]
+    sandbox.write("/f", b"x" * 1000)
+    assert box.files["/f"]["data"] == b"x" * 1000
+    daemon.faults["put_file"] = ["cut"]
+    # Whether it was we who made it could not be told afterwards.
+    with pytest.raises(ConnectionFailed):
+        sandbox.write("/g", b"x", exclusive=True)
+
+
+def test_download_goes_on_where_it_was_cut(sandbox: Sandbox, daemon: FakeDaemon, box: Box, tmp_path: Path) -> None:
+    data = pattern(3 * MIB)
+    box.files["/f"] = {"type": "file", "data": data, "mode": 0o4755}
+    daemon.body_cuts = [MIB, MIB // 2]
+    sandbox.get_file("/f", tmp_path / "f")
+    assert (tmp_path / "f").read_bytes() == data
+    assert (tmp_path / "f").stat().st_mode & 0o7777 == 0o755
+    assert len([name for name, _ in daemon.seen if name == "get_file"]) == 3
+    assert os.listdir(tmp_path) == ["f"]
+
+
+def test_download_of_a_file_that_changed_meanwhile(
+    sandbox: Sandbox, daemon: FakeDaemon, box: Box, tmp_path: Path
+) -> None:
+    box.files["/f"] = {"type": "file", "data": pattern(MIB)}
+    daemon.body_cuts = [MIB // 2]
+    original = daemon.on_get_file
+
+    async def change(request: Any) -> Any:
+        answer = await original(request)
+        box.files["/f"] = {"type": "file", "data": b"new", "mtime_ns": 5}
+        return answer
+
+    daemon.on_get_file = change  # type: ignore[method-assign]
+    with pytest.raises(InfraError, match="changed while it was read"):
+        sandbox.get_file("/f", tmp_path / "f")
+    assert os.listdir(tmp_path) == []
+
+
+def test_holes_stay_holes_both_ways(sandbox: Sandbox, box: Box, tmp_path: Path) -> None:
+    size = 64 * MIB
+    with open(tmp_path / "sparse", "wb") as file:
+        file.truncate(size)
+        file.seek(20 * MIB)
+        file.write(b"middle")
+    sandbox.put_file(tmp_path / "sparse", "/sparse")
+    sent = sum(length for _, length in box.files["/sparse"]["extents"])
+    assert sent < MIB
+    assert hashlib.sha256(box.files["/sparse"]["data"]).digest() == hashlib.sha256(
+        (tmp_path / "sparse").read_bytes()
+    ).digest()
+    sandbox.get_file("/sparse", tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == (tmp_path / "sparse").read_bytes()
+    assert (tmp_path / "back").stat().st_blocks * 512 < MIB
+
+
+def test_upload_from_a_pipe(sandbox: Sandbox, box: Box) -> None:
+    reading, writing = os.pipe()
+    os.write(writing, b"from a pipe")
+    os.close(writing)
+    try:
+        sandbox.put_file(reading, "/f", mode=0o640)
+    finally:
+        os.close(reading)
+    assert box.files["/f"]["data"] == b"from a pipe"
+
+
+def test_local_errors_are_local(sandbox: Sandbox, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        sandbox.put_file(tmp_path / "none", "/f")
+    with pytest.raises(IsADirectoryError):
+        sandbox.put_file(tmp_path, "/f")
+
+
+# --- trees -------------------------------------------------------------------------------------------------------
+
+
+def test_upload_of_a_tree_follows_no_link(sandbox: Sandbox, daemon: FakeDaemon, box: Box, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    top = tmp_path / "top"
+    (top / "d" / "e").mkdir(parents=True)
+    (top / "d" / "f").write_text("f")
+    (top / "d" / "f").chmod(0o751)
+    (top / "link").symlink_to(secret)
+    (top / "dirlink").symlink_to(tmp_path)
+    os.mkfifo(top / "fifo")
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(str(top / "sock"))
+    listening.close()
+    report = sandbox.put_tree(top, "/t")
+    assert set(box.files) == {"/", "/t", "/t/d", "/t/d/e", "/t/d/f"}
+    assert box.files["/t/d/f"]["mode"] == 0o751
+    assert sorted(report.skipped) == [("fifo", "it is a fifo"), ("sock", "it is a socket")]
+    assert (report.files, report.directories, report.symlinks) == (1, 2, 2)
+    (link,) = [command for command in box.execs.values() if command.request.argv[0] == "xargs"]
+    expected = f"{tmp_path}\0/t/dirlink\0{secret}\0/t/link\0"
+    assert link.request.stdin == expected.encode()
+
+
+def test_put_chooses_by_what_it_is_given(sandbox: Sandbox, box: Box, tmp_path: Path) -> None:
+    (tmp_path / "f").write_text("f")
+    sandbox.put(tmp_path / "f", "/g")
+    sandbox.put(tmp_path / "f", "/dir/")
+    assert {"/g", "/dir/f"} <= set(box.files)
+    sandbox.put(tmp_path, "/tree")
+    assert box.files["/tree/f"]["data"] == b"f"
+
+
+def test_download_of_a_tree(sandbox: Sandbox, tmp_path: Path) -> None:
+    (tmp_path / "in" / "a" / "b").mkdir(parents=True)
+    (tmp_path / "in" / "a" / "b" / "f").write_bytes(os.urandom(5000))
+    (tmp_path / "in" / "empty").mkdir()
+    sandbox.put(tmp_path / "in", "/t")
+    report = sandbox.fetch("/t", tmp_path / "out")
+    assert (tmp_path / "out/a/b/f").read_bytes() == (tmp_path / "in/a/b/f").read_bytes()
+    assert (tmp_path / "out/empty").is_dir()
+    assert (report.files, report.directories, report.skipped) == (1, 3, [])
+    sandbox.fetch("/t/a/b/f", tmp_path / "out")
+    assert (tmp_path / "out/f").exists()
+
+
+def test_a_hostile_tree_writes_nothing_outside(sandbox: Sandbox, box: Box, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    box.files |= {
+        "/t": {"type": "directory"},
+        "/t/up": {"type": "file", "data": b"x", "name": "../outside/x"},
+        "/t/dots": {"type": "file", "data": b"x", "name": ".."},
+        "/t/absolute": {"type": "symlink", "target": str(outside)},
+        "/t/relative": {"type": "symlink", "target": "../outside"},
+        "/t/inside": {"type": "symlink", "target": "good"},
+        "/t/good": {"type": "file", "data": b"good"},
+        "/t/pipe": {"type": "fifo"},
+        # First a link, then, under the same name, a directory with a file in it.
+        "/t/link": {"type": "symlink", "target": "good", "name": "twice"},
+        "/t/twice": {"type": "directory"},
+        "/t/twice/planted": {"type": "file", "data": b"planted"},
+        "/t/gone": {"type": "directory", "name": "vanished"},
+    }
+    report = sandbox.get_tree("/t", tmp_path / "t")
+    assert os.listdir(outside) == []
+    assert os.readlink(tmp_path / "t/inside") == "good"
+    assert os.listdir(tmp_path / "t/twice") == ["planted"]
+    assert {path for path, _ in report.skipped} == {
+        *("../outside/x", "..", "absolute", "relative", "pipe", "twice", "vanished")
+    }
+
+
+def test_a_link_already_there_leads_nowhere(sandbox: Sandbox, box: Box, tmp_path: Path) -> None:
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t" / "d").symlink_to(tmp_path / "outside")
+    (tmp_path / "t" / "f").symlink_to(tmp_path / "outside" / "f")
+    box.files |= {
+        "/t": {"type": "directory"},
+        "/t/d": {"type": "directory"},
+        "/t/d/x": {"type": "file", "data": b"x"},
+        "/t/f": {"type": "file", "data": b"f"},
+    }
+    with pytest.raises(OSError):
+        sandbox.get_tree("/t", tmp_path / "t")
+    del box.files["/t/d/x"], box.files["/t/d"]
+    sandbox.get_tree("/t", tmp_path / "t")
+    assert (tmp_path / "t" / "f").read_text() == "f"
+    assert os.listdir(tmp_path / "outside") == []
