@@ -228,7 +228,7 @@ def read_model(
     if data and media_type(request) != JSON:
         raise WrongMediaType(
             f"the body must be {JSON}, got {request.headers.get('Content-Type', 'no Content-Type')[:80]!r}",
-            hint=f"send the header 'Content-Type: {JSON}'",
+            hint=f"send the header 'Content-Type: {JSON}' (curl: --json)",
         )
     try:
         return model.model_validate_json(data or b"{}"), []

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One daemon per runtime directory.
+
+Here: the lock that says so. Not here: what the daemon does with the directory.
+
+A record lock (fcntl(2)) and not flock(2): it belongs to the process alone, so a child that still holds a copy
+of the descriptor when the daemon is killed does not keep the next one out, and the kernel tells who holds it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+from pathlib import Path
+
+from libdsec.errors import Conflict, Refused
+
+# struct flock, as fcntl(2) has it: type, whence, start, length, pid
+_FLOCK = struct.Struct("hhqqi4x")
+
+
+def hold(directory: Path) -> int:
+    """Lock ``directory`` for this process until it ends; the descriptor must stay open and the file unopened by others.
+
+    Raises Conflict naming the process that holds it, Refused when the kernel says no.
+    """
+    path = directory / "dsecd.lock"
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise Refused(f"lock {str(path)!r}: {error.strerror}") from error
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = _holder(fd)
+        os.close(fd)
+        raise Conflict(
+            f"start in {str(directory)!r}: another dsecd runs there, pid {holder or 'unknown'}",
+            hint="stop it, or set another 'runtime_dir' and 'state_dir'",
+        ) from error
+    return fd
+
+
+def _holder(fd: int) -> int:
+    """The pid that holds the lock; 0 when it has just gone, or is not visible from here."""
+    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, asked))
+    return 0 if kind == fcntl.F_UNLCK else int(pid)

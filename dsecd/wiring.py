@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Putting the core together: who is given what.
+
+Here: construction, and taking over what an earlier daemon left, in the order that they need. Not here: the
+process (``daemon.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from dsecd.backends import BACKENDS
+from dsecd.backends.base import Backend, Site
+from dsecd.config import Config, check_ids
+from dsecd.core import reconcile
+from dsecd.core.events import Events
+from dsecd.core.execs import Execs
+from dsecd.core.faults import checkpoint as fault_checkpoint
+from dsecd.core.files import Files
+from dsecd.core.host import Host, Sources
+from dsecd.core.image_jobs import ImageJobs
+from dsecd.core.images.store import ImageStore
+from dsecd.core.lifecycle import Lifecycle
+from dsecd.core.operations import Operations
+from dsecd.core.ranges import Ranges
+from dsecd.core.sandboxes import Sandboxes
+from dsecd.core.services import Core
+from dsecd.core.store import Store
+from dsecd.core.tasks import Tasks
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where on the host this daemon works, found out at its start."""
+
+    cgroup_dir: Path
+    launch_ns: int  # fd of a mount namespace with few mounts
+    generation: int
+
+
+async def build_core(config: Config, place: Place, store: Store, events: Events, tasks: Tasks) -> Core:
+    """All services, with every sandbox of an earlier daemon adopted, finished or removed."""
+    checkpoint = fault_checkpoint()
+    images = ImageStore(store, config.state_dir, config.runtime_dir, checkpoint=checkpoint)
+    await images.reconcile()
+    site = Site(
+        state_dir=config.state_dir, runtime_dir=config.runtime_dir, cgroup_dir=place.cgroup_dir,
+        agent=config.agent_path, objects_dir=images.objects_dir, launch_ns=place.launch_ns,
+        generation=place.generation,
+    )  # fmt: skip
+    backends: Mapping[str, Backend] = {name: make(site) for name, make in BACKENDS.items()}
+    records = reconcile.load(store)
+    ranges = Ranges(config.uid_ranges, (record.range_index for record in records))
+    sandboxes = Sandboxes(backends, images, tasks, ranges, uid_base=config.uid_base, parallel=_parallel())
+    sandboxes.lifecycle = Lifecycle(
+        store, images, events, tasks, gone=sandboxes.leave, deadline=sandboxes.deadline, checkpoint=checkpoint
+    )
+    operations = Operations(store, tasks)
+    await operations.recover()
+    await reconcile.reconcile(records, sandboxes, sandboxes.lifecycle, backends, checkpoint)
+    await images.unmount_unused()
+    tasks.spawn("expiry", sandboxes.run_expiry())
+    host = Host(
+        Sources(
+            state_dir=config.state_dir, generation=place.generation, backends=backends, counts=sandboxes.counts,
+            residue=functools.partial(reconcile.residue, sandboxes, backends),
+            id_collisions=functools.partial(check_ids, config),
+        )
+    )  # fmt: skip
+    return Core(
+        sandboxes=sandboxes, execs=Execs(sandboxes), files=Files(sandboxes),
+        images=ImageJobs(images, operations, events), events=events, operations=operations, host=host,
+    )  # fmt: skip
+
+
+def _parallel() -> int:
+    """Creations of a batch at once: they wait for the kernel and crun about as long as they compute."""
+    return max(2, 2 * len(os.sched_getaffinity(0)))
