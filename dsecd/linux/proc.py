@@ -409,6 +409,8 @@ async def stream_lines(
                 tail = (tail + line)[-_TAIL_BYTES:]
                 yield line.decode("utf-8", "replace").rstrip("\r\n")
             if not done and not await _readable(child.fds(), deadline - time.monotonic()):
+                child.kill()
+                await _wait(child, KILL_GRACE_S)
                 raise ProcessTimedOut(child.argv, timeout_s, tail)
         if child.returncode:
             raise ProcessFailed(child.argv, child.returncode, tail)

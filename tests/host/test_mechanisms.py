@@ -33,6 +33,7 @@ def test_report_leaves_no_trace() -> None:
     before = trace()
     report = mechanisms.report(again=True)
     assert trace() == before
+    assert (before["cgroups"], before["temporary"]) == ([], [])
     assert [row.name for row in report] == [feature.name for feature in mechanisms.MECHANISMS]
 
 

@@ -56,6 +56,23 @@ def test_new_namespace_is_private_and_not_ours() -> None:
         os.close(fd)
 
 
+@pytest.mark.usefixtures("own_mounts")
+def test_nothing_propagates_out_of_a_shared_mount(target: Path) -> None:
+    """As on a host with systemd, whose mounts are shared."""
+    mount_tmpfs(target, "parent")
+    proc.run_blocking(["mount", "--make-shared", target], timeout_s=10)
+    (target / "inner").mkdir()
+    fd = mountns.create_private()
+    mountns.run_in(fd, lambda: mount_tmpfs(target / "inner"))
+    copy = mountns.open_namespace("/proc/thread-self/ns/mnt")
+    mountns.run_in_copy(copy, lambda: mount_tmpfs(target / "inner"))
+    assert set(inside(fd, "findmnt", "-n", "-o", "PROPAGATION").split()) == {"private"}
+    assert "marker" in inside(fd, "cat", "/proc/self/mountinfo")
+    assert "marker" not in sources("thread-self")
+    for namespace in (fd, copy):
+        os.close(namespace)
+
+
 def test_mounts_made_by_run_in_stay_in_the_namespace(target: Path) -> None:
     before = OURS.stat().st_ino
     fd = mountns.create_private()

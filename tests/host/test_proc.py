@@ -193,7 +193,7 @@ def test_timeout_kills_the_whole_group(run: Runner) -> None:
     read, write = os.pipe()
     with os.fdopen(read, "rb") as pids:
         with pytest.raises(proc.ProcessTimedOut, match=r"still running after 0\.3 s") as caught:
-            run(["sh", "-c", "trap '' TERM; sleep 60 & echo $! $$ >&3; echo words >&2; wait"],
+            run(["sh", "-c", "trap '' TERM; sleep 60 3>&- & echo $! $$ >&3; echo words >&2; wait"],
                 timeout_s=0.3, fd_map={3: write})
         os.close(write)
         seen = [int(pid) for pid in pids.read().split()]
