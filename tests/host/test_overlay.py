@@ -152,7 +152,7 @@ def test_mount_that_came_out_read_only_is_an_error(stack: Stack) -> None:
 
 
 @pytest.mark.parametrize("fail", [False, True])
-def test_thread_gets_its_ids_and_capabilities_back(stack: Stack, fail: bool) -> None:  # noqa: FBT001
+def test_thread_gets_its_ids_and_capabilities_back(stack: Stack, fail: bool) -> None:
     before = (status("Uid"), status("Gid"), status("CapEff"), syscalls.prctl(syscalls.PR_GET_SECUREBITS))
     with pytest.raises(OSError) if fail else contextlib.nullcontext():
         overlay.mount(
