@@ -145,6 +145,12 @@ bool cgroup_lingers(const char *id)
     return false;
 }
 
+void cgroup_remove_lingering(void)
+{
+    for (struct lingering *l = oldest; l != NULL; l = l->next)
+        (void)remove_dir(l->id);
+}
+
 /* The last process of a lingering cgroup has no living parent but us, so looking after each orphan's end misses none. */
 void cgroup_orphan_reaped(void)
 {

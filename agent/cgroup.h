@@ -15,6 +15,7 @@ bool cgroup_present(void);
 int cgroup_make(const char *id);
 /* Removes run/<id>, now or when its last process has gone. */
 void cgroup_release(const char *id);
+void cgroup_remove_lingering(void); /* those that are empty, all at once: at the end */
 bool cgroup_lingers(const char *id);
 /* An orphan was reaped: a lingering cgroup may have become empty. */
 void cgroup_orphan_reaped(void);

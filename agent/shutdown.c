@@ -7,6 +7,7 @@
 
 #include <signal.h>
 
+#define CHECK_MS 10
 #define FAREWELL_MS 2000 /* for the killed to be reaped and their EXIT frames to be written */
 
 bool agent_stop;
@@ -14,19 +15,31 @@ bool agent_stop;
 enum phase { LIVING, TERMINATING, KILLING };
 static enum phase phase;
 static struct timer timer;
+static uint64_t deadline_ms;
 
-static void give_up(struct timer *t)
+static bool all_gone(void)
 {
-    (void)t;
-    agent_stop = true;
+    return exec_count_leaders() == 0 && cgroup_run_empty();
+}
+
+/* Looked at again and again: a cgroup may count its last process a little longer than we do. */
+static void wait_for_the_killed(struct timer *t)
+{
+    if ((all_gone() && conn_is_idle()) || now_ms() >= deadline_ms) {
+        cgroup_remove_lingering();
+        agent_stop = true;
+        return;
+    }
+    timer_set(t, CHECK_MS, wait_for_the_killed);
 }
 
 static void kill_all(struct timer *t)
 {
     phase = KILLING;
+    deadline_ms = now_ms() + FAREWELL_MS;
     exec_kill_all(REASON_SHUTDOWN);
     files_kill_all();
-    timer_set(t, FAREWELL_MS, give_up);
+    timer_set(t, 0, wait_for_the_killed);
 }
 
 void shutdown_begin(uint64_t grace_ms)
@@ -44,10 +57,6 @@ void shutdown_begin(uint64_t grace_ms)
 
 void shutdown_progress(void)
 {
-    if (phase == LIVING)
-        return;
-    if (phase == TERMINATING && exec_count_leaders() == 0 && cgroup_run_empty())
+    if (phase == TERMINATING && all_gone())
         kill_all(&timer); /* nobody left: no need for the rest of the grace */
-    if (phase == KILLING && exec_count_leaders() == 0 && conn_is_idle())
-        agent_stop = true;
 }

@@ -9,7 +9,7 @@
 extern bool agent_stop; /* the loop ends */
 
 void shutdown_begin(uint64_t grace_ms);
-/* Something was reaped, or a queue ran empty: perhaps there is nothing left to wait for. */
+/* Once per round: perhaps there is nothing left to wait for. */
 void shutdown_progress(void);
 
 #endif

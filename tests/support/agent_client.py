@@ -211,10 +211,11 @@ class AgentClient:
         exec_.first = dict(exec_.offsets)
         return exec_
 
-    def run(self, argv: list[str | bytes], *, id: str, **options: object) -> ExecChannel:
+    def run(self, argv: list[str | bytes], *, id: str, flags: int = ATTACH, credit: int = 1 << 20,
+            fields: Iterable[tuple[str, Value]] = (), timeout_s: float = 20) -> ExecChannel:  # fmt: skip
         """Starts, waits for the end, and returns the channel with everything it said."""
-        exec_ = self.start(argv, id=id, **options)  # type: ignore[arg-type]
-        exec_.wait()
+        exec_ = self.start(argv, id=id, flags=flags, credit=credit, fields=fields)
+        exec_.wait(timeout_s)
         return exec_
 
     def list(self, id: str | None = None) -> dict[str, Fields]:
