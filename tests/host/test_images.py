@@ -2,20 +2,28 @@
 """Images end to end: imported by the real worker, mounted by the kernel, compared with their source."""
 
 import asyncio
+import gzip
+import hashlib
+import json
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from dsecd.core.images.store import ImageStore
+from dsecd.core.images import records
+from dsecd.core.images.store import ImageStore, Settings
 from dsecd.linux import mount, overlay
+from libdsec.errors import Conflict, InvalidSpec, NoCapacity
 from libdsec.types import ImageInfo, ImportRequest
 from tests.support import images
+from tests.support.images import resident_bytes
 
 pytestmark = pytest.mark.usefixtures("own_mounts")
 
@@ -171,3 +179,305 @@ def test_a_removal_killed_anywhere_is_finished_by_the_next_daemon(disk: Path) ->
     assert problems == {}
     with mounted(root, kept.digest) as view:
         assert images.fingerprint(view) == images.fingerprint(first)
+
+
+# --- archives of layers ------------------------------------------------------------------------------------------
+
+
+def member(name: str, **fields: object) -> tarfile.TarInfo:
+    info = tarfile.TarInfo(name)
+    for field, value in fields.items():
+        setattr(info, field, value)
+    return info
+
+
+def file(name: str, data: bytes, **fields: object) -> tuple[tarfile.TarInfo, bytes]:
+    return member(name, size=len(data), **fields), data
+
+
+LOWER = images.tar_bytes([
+    (member("etc", type=tarfile.DIRTYPE, mode=0o755), None),
+    file("etc/keep", b"keep"), file("etc/gone", b"gone"), file("etc/changed", b"old"),
+    (member("opaque", type=tarfile.DIRTYPE, mode=0o755), None), file("opaque/old", b"old"),
+    (member("tree/deep", type=tarfile.DIRTYPE, mode=0o755), None), file("tree/deep/file", b"x"),
+])
+UPPER = images.tar_bytes([
+    file("etc/.wh.gone", b""), file("etc/changed", b"new"), file("opaque/new", b"new"), file("opaque/.wh..wh..opq", b""),
+    file(".wh.tree", b""), (member("etc/link", type=tarfile.LNKTYPE, linkname="etc/keep"), None),
+])
+RUN_CONFIG = {
+    "Env": ["PATH=/bin", "LANG=C"], "User": "1000:1000", "WorkingDir": "/srv", "Entrypoint": ["/init"], "Cmd": ["serve"],
+    "Labels": {"who": "test"},
+}
+
+
+def sha256(data: bytes) -> str:
+    return "sha256:" + hashlib.sha256(data).hexdigest()
+
+
+def oci_layout(root: Path, layers: list[bytes]) -> None:
+    """An OCI layout with one image, its layers gzipped."""
+    blobs = root / "blobs/sha256"
+    blobs.mkdir(parents=True)
+
+    def put(data: bytes, kind: str) -> dict[str, object]:
+        digest = sha256(data)
+        (blobs / digest.removeprefix("sha256:")).write_bytes(data)
+        return {"mediaType": f"application/vnd.oci.image.{kind}", "digest": digest, "size": len(data)}
+
+    config = json.dumps({
+        "architecture": "amd64", "os": "linux", "config": RUN_CONFIG,
+        "rootfs": {"type": "layers", "diff_ids": [sha256(layer) for layer in layers]},
+    }).encode()
+    manifest = json.dumps({
+        "schemaVersion": 2, "mediaType": "application/vnd.oci.image.manifest.v1+json",
+        "config": put(config, "config.v1+json"),
+        "layers": [put(gzip.compress(layer), "layer.v1.tar+gzip") for layer in layers],
+    }).encode()
+    index = {"schemaVersion": 2, "manifests": [
+        {**put(manifest, "manifest.v1+json"), "annotations": {"org.opencontainers.image.ref.name": "one"}}
+    ]}
+    (root / "index.json").write_text(json.dumps(index))
+    (root / "oci-layout").write_text('{"imageLayoutVersion": "1.0.0"}')
+
+
+def docker_archive(path: Path, layers: list[bytes]) -> None:
+    """What `docker save` wrote before it wrote OCI layouts."""
+    config = json.dumps({"config": RUN_CONFIG, "rootfs": {"diff_ids": [sha256(layer) for layer in layers]}}).encode()
+    names = [f"{hashlib.sha256(layer).hexdigest()}/layer.tar" for layer in layers]
+    listing = json.dumps([{"Config": f"{'c' * 64}.json", "RepoTags": ["one:latest"], "Layers": names}]).encode()
+    path.write_bytes(images.tar_bytes([
+        *(file(name, layer) for name, layer in zip(names, layers, strict=True)),
+        file(f"{'c' * 64}.json", config), file("manifest.json", listing),
+    ]))
+
+
+@pytest.fixture
+def bundles(disk: Path) -> dict[str, str]:
+    """The same two-layer image in every form."""
+    layout = disk / "layout"
+    oci_layout(layout, [LOWER, UPPER])
+    docker_archive(disk / "docker.tar", [LOWER, UPPER])
+    subprocess.run(["tar", "-C", layout, "-cf", disk / "oci.tar", "."], check=True)
+    subprocess.run(["gzip", "-k", disk / "docker.tar"], check=True)
+    return {
+        "layout": str(layout), "oci-archive": str(disk / "oci.tar"), "docker-archive": str(disk / "docker.tar"),
+        "compressed": str(disk / "docker.tar.gz"), "skopeo": f"oci:{layout}:one",
+        "skopeo-docker": f"docker-archive:{disk}/docker.tar",
+    }
+
+
+@pytest.mark.parametrize("form", ["layout", "oci-archive", "docker-archive", "compressed", "skopeo", "skopeo-docker"])
+def test_layers_are_applied_and_the_configuration_kept(disk: Path, bundles: dict[str, str], form: str) -> None:
+    info = import_one(disk, source=bundles[form])
+    with mounted(disk, info.digest) as view:
+        found = {str(path.relative_to(view)) for path in view.rglob("*")}
+        assert found == {"etc", "etc/keep", "etc/changed", "etc/link", "opaque", "opaque/new"}
+        assert (view / "etc/changed").read_text() == "new"
+        assert (view / "etc/link").stat().st_ino == (view / "etc/keep").stat().st_ino
+    assert info.config.env == ("PATH=/bin", "LANG=C")
+    assert (info.config.user, info.config.workdir) == ("1000:1000", "/srv")
+    assert (info.config.entrypoint, info.config.cmd) == (("/init",), ("serve",))
+    assert info.config.labels == {"who": "test"}
+    if form in ("layout", "oci-archive"):
+        manifest = json.loads((disk / "layout/index.json").read_text())["manifests"][0]["digest"]
+        assert info.manifest_digest == manifest
+    # What the upper layer hides was written for nothing and must be gone.
+    assert images.residue(disk) == []
+
+
+def test_a_layer_that_is_not_what_its_digest_says_is_refused(disk: Path, bundles: dict[str, str]) -> None:
+    lower = gzip.compress(LOWER).hex()
+    [blob] = [path for path in (disk / "layout/blobs/sha256").iterdir() if path.read_bytes().hex()[20:] == lower[20:]]
+    blob.write_bytes(gzip.compress(images.tar_bytes([file("etc/planted", b"x")])))
+    with pytest.raises(InvalidSpec, match="digest is"):
+        import_one(disk, source=bundles["layout"])
+    assert images.residue(disk) == []
+
+
+# --- names, holders, space ---------------------------------------------------------------------------------------
+
+
+def test_the_configuration_and_the_prefix_are_part_of_the_identity(disk: Path) -> None:
+    source = disk / "source"
+    images.make_tree(source)
+    plain = import_one(disk, source=str(source))
+    again = import_one(disk, name="again", source=str(source))
+    other = import_one(disk, name="other", source=str(source), config={"env": ["A=1"]})
+    placed = import_one(disk, name="placed", source=str(source), prefix="/opt/tools")
+    assert plain.digest == again.digest
+    assert len({plain.digest, other.digest, placed.digest}) == 3
+    assert other.objects_new == placed.objects_new == 0
+    with mounted(disk, placed.digest) as view:
+        assert images.fingerprint(view / "opt/tools") == images.fingerprint(source)
+        assert (view / "opt").stat().st_mode & 0o7777 == 0o755
+        assert [path.name for path in view.iterdir()] == ["opt"]
+
+
+def test_an_image_in_use_stays_until_its_last_holder_lets_go(disk: Path) -> None:
+    first, second = disk / "first", disk / "second"
+    images.make_tree(first)
+    shutil.copytree(first / "usr", second / "usr")
+    (second / "own").write_text("own")
+
+    async def run() -> None:
+        with images.opened(disk / "store") as (store, db):
+            await store.reconcile()
+            one = await store.import_image(ImportRequest(name="one", source=str(first)))
+            two = await store.import_image(ImportRequest(name="two", source=str(second)))
+            await db.write(lambda connection: records.hold(connection, two.digest, "box"))
+            assert store.get("two").held_by == ("box",)
+            with pytest.raises(Conflict, match="box"):
+                await store.remove("two")
+            # Its name moves on; what held it still has it.
+            await store.tag("one", "two")
+            assert {info.digest for info in store.list()} == {one.digest, two.digest}
+            assert store.get("two").digest == one.digest
+            await db.write(lambda connection: records.release_all(connection, "box"))
+            await store.remove_unused()
+            assert [info.digest for info in store.list()] == [one.digest]
+            assert images.residue(disk / "store") == []
+            with pytest.raises(Conflict, match="several|names"):
+                await store.remove(one.digest)
+            await store.remove("two")
+            await store.remove("one")
+            assert store.list() == ()
+
+    asyncio.run(run())
+    assert images.residue(disk / "store") == []
+    assert not any(path.is_file() for path in (disk / "store/images").rglob("*"))
+
+
+def test_a_full_disk_is_reported_and_nothing_stays(disk: Path) -> None:
+    source = disk / "source"
+    source.mkdir()
+    for number in range(40):
+        (source / str(number)).write_bytes(os.urandom(1 << 20))
+    root = disk / "small"
+    root.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "small", root], check=True)
+
+    async def run() -> None:
+        settings = Settings(reserve_bytes=0)
+        with images.opened(root, settings=settings) as (store, _):
+            await store.reconcile()
+            with pytest.raises(NoCapacity, match="full"):
+                await store.import_image(ImportRequest(name="big", source=str(source)))
+        with images.opened(root) as (store, _):
+            with pytest.raises(NoCapacity, match="kept back"):
+                await store.import_image(ImportRequest(name="big", source=str(source)))
+
+    asyncio.run(run())
+    assert images.residue(root) == []
+    subprocess.run(["umount", root], check=True)
+
+
+def test_a_cancelled_import_leaves_nothing_and_no_process(disk: Path) -> None:
+    source = disk / "fifo"
+    os.mkfifo(source)
+
+    async def run() -> None:
+        with images.opened(disk) as (store, _):
+            await store.reconcile()
+            # Opening the FIFO blocks the worker for ever.
+            request = ImportRequest(name="never", source=str(source), kind="rootfs-tar")
+            async with asyncio.TaskGroup() as group:
+                task = group.create_task(store.import_image(request))
+                while not list((disk / "images/staging").glob("*/lock")):
+                    await asyncio.sleep(0.01)
+                task.cancel()
+
+    asyncio.run(run())
+    assert images.residue(disk) == []
+    assert workers(disk) == []
+
+
+def test_imports_at_once_share_what_they_have_in_common(disk: Path) -> None:
+    sources = [disk / f"source-{number}" for number in range(4)]
+    for number, source in enumerate(sources):
+        source.mkdir()
+        for shared in range(200):
+            (source / f"shared-{shared}").write_text(f"shared {shared}")
+        (source / "own").write_text(f"own {number}")
+
+    async def run() -> None:
+        with images.opened(disk) as (store, _):
+            await store.reconcile()
+            await asyncio.gather(*(
+                store.import_image(ImportRequest(name=f"image-{number}", source=str(source)))
+                for number, source in enumerate(sources)
+            ))
+            assert images.residue(disk) == []
+            await asyncio.gather(*(store.remove(f"image-{number}") for number in range(3)))
+
+    asyncio.run(run())
+    assert images.residue(disk) == []
+    assert sum(1 for path in (disk / "images/objects").rglob("*") if path.is_file()) == 201
+
+
+def test_an_object_removed_while_an_import_counts_on_it_comes_back(disk: Path) -> None:
+    source = disk / "source"
+    images.make_tree(source)
+    other = disk / "other"
+    shutil.copytree(source / "usr", other / "usr")
+
+    async def remove_first() -> None:
+        with images.opened(disk) as (store, _):
+            await store.remove("first")
+
+    def in_between(point: str) -> None:
+        if point == "import/stage/do/after":
+            remover = threading.Thread(target=asyncio.run, args=(remove_first(),))
+            remover.start()
+            remover.join()
+            assert not any(path.is_file() for path in (disk / "images/objects").rglob("*"))
+
+    async def run() -> str:
+        with images.opened(disk, checkpoint=in_between) as (store, _):
+            return (await store.import_image(ImportRequest(name="second", source=str(other)))).digest
+
+    import_one(disk, name="first", source=str(source))
+    digest = asyncio.run(run())
+    assert images.residue(disk) == []
+    with mounted(disk, digest) as view:
+        assert images.fingerprint(view) == images.fingerprint(other)
+
+
+def test_two_images_share_the_page_cache_of_a_common_file(disk: Path) -> None:
+    content = os.urandom(4 << 20)
+    for name in ("one", "two"):
+        (disk / name).mkdir()
+        (disk / name / "common").write_bytes(content)
+        (disk / name / "own").write_text(name)
+    digests = [import_one(disk, name=name, source=str(disk / name)).digest for name in ("one", "two")]
+    [stored] = [path for path in (disk / "images/objects").rglob("*") if path.is_file() and path.stat().st_size == len(content)]
+    for digest in digests:
+        with open(stored, "rb") as object_file:
+            os.posix_fadvise(object_file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        assert resident_bytes(stored) == 0
+        with mounted(disk, digest) as view:
+            assert (view / "common").read_bytes() == content
+            assert resident_bytes(stored) == len(content)
+
+
+def test_a_layer_is_mounted_once_however_often_it_is_asked_for(disk: Path) -> None:
+    (disk / "source").mkdir()
+    info = import_one(disk, source=str(disk / "source"))
+
+    async def run() -> None:
+        for _ in range(2):
+            with images.opened(disk) as (store, db):
+                places = await asyncio.gather(*(store.mount_layer(info.digest) for _ in range(5)))
+                assert len(set(places)) == 1
+                here = [entry for entry in mount.mountinfo("thread-self") if entry.target == places[0]]
+                assert [entry.fstype for entry in here] == ["erofs"]
+                assert {"nosuid", "nodev", "ro"} <= set(here[0].options)
+                await db.write(lambda connection: records.hold(connection, info.digest, "box"))
+                await store.unmount_unused()
+                assert places[0].is_mount()
+        with images.opened(disk) as (store, db):
+            await db.write(lambda connection: records.release_all(connection, "box"))
+            await store.unmount_unused()
+            assert not places[0].exists()
+
+    asyncio.run(run())

@@ -4,8 +4,10 @@
 The account reads the directories and the database file itself, not through the code under test.
 """
 
+import ctypes
 import hashlib
 import io
+import mmap
 import os
 import sqlite3
 import stat
@@ -140,3 +142,17 @@ def tar_bytes(members: list[tuple[tarfile.TarInfo, bytes | None]]) -> bytes:
         for info, data in members:
             archive.addfile(info, None if data is None else io.BytesIO(data))
     return buffer.getvalue()
+
+
+def resident_bytes(path: Path) -> int:
+    """How much of a file is in the page cache (mincore(2))."""
+    size = path.stat().st_size
+    if size == 0:
+        return 0
+    pages = -(-size // mmap.PAGESIZE)
+    vector = (ctypes.c_ubyte * pages)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE) as area:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(area))
+        assert libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), vector) == 0
+    return sum(entry & 1 for entry in vector) * mmap.PAGESIZE

@@ -19,6 +19,7 @@ from dsecd.linux import erofs, mount, syscalls
 from libdsec.errors import NotFound, Refused
 
 SHORT_DIGEST = 24
+_ATTRS = syscalls.MOUNT_ATTR_RDONLY | syscalls.MOUNT_ATTR_NOSUID | syscalls.MOUNT_ATTR_NODEV
 
 
 class LayerMounts:
@@ -71,7 +72,7 @@ def _mount(image: Path, place: Path) -> None:
             raise NotFound(f"mount image {place.name}: its metadata image is gone") from error
         raise Refused(f"mount image {place.name}: {error.strerror}", errno=error.errno) from error
     try:
-        mount.set_attrs(fd, attr_set=syscalls.MOUNT_ATTR_NOSUID | syscalls.MOUNT_ATTR_NODEV)
+        mount.set_attrs(fd, attr_set=_ATTRS)
         mount.attach(fd, place)
     finally:
         os.close(fd)

@@ -30,7 +30,7 @@ from pathlib import Path
 from dsecd.core.images import bundle, pull
 from dsecd.core.images.directory import DirectoryImport
 from dsecd.core.images.headers import tar_of
-from dsecd.core.images.objects import ObjectWriter, make_fan_out, write_manifest
+from dsecd.core.images.objects import ObjectWriter, write_manifest
 from dsecd.core.images.reader import COMPRESSION_MAGICS, ForwardReader, open_stream
 from dsecd.core.images.tarstream import TarImport
 from dsecd.core.images.tree import Limits, Tree, split_name
@@ -146,7 +146,7 @@ def stage(job: Job, progress: Progress) -> Staged:
 
 def _stage(job: Job, staging: Path, progress: Progress, stack: contextlib.ExitStack) -> Staged:
     objects = staging / OBJECTS
-    make_fan_out(objects)
+    objects.mkdir()
     tree = Tree(Limits(job.max_entries, job.max_bytes))
     writer = stack.enter_context(ObjectWriter(Path(job.objects), objects))
     progress.counts = lambda: (tree.entries, writer.written.new, writer.written.new_bytes)
@@ -350,6 +350,7 @@ def environment() -> dict[str, str]:
 
 def main() -> int:
     """Read a Job, do it, say how it went.  Exit status 0 with an answer on stdout, whatever it is."""
+    os.umask(0)  # objects are made 0444 in one go; nobody else enters the store
     raw = json.loads(sys.stdin.buffer.read())
     job = Job(**{**raw, "include": tuple(raw.get("include", ()))})
     lock = os.open(Path(job.staging) / LOCK, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
