@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from libdsec._sync.sandbox import Sandbox as Sandbox
     from libdsec.errors import DsecError as DsecError
 
+__version__ = "0.1.0"
+
 _HOME = {
     "AsyncClient": "libdsec._async.client",
     "AsyncSandbox": "libdsec._async.sandbox",

@@ -18,12 +18,13 @@ from urllib.parse import quote, urlencode
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from libdsec import __version__
 from libdsec.errors import ConnectionFailed, DsecError, Internal, InvalidSpec, from_wire
 from libdsec.routes import BY_NAME, Route
 from libdsec.types import EXEC_ID_PATTERN, ID_PATTERN
 
 DEFAULT_SOCKET = "/run/dsec/dsecd.sock"
-VERSION = "0.1.0"
+AGENT = f"libdsec/{__version__}"
 OPEN_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 1.0
 MAX_MESSAGE_BYTES = 8 << 20

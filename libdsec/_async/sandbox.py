@@ -6,7 +6,7 @@ Here: life and commands. Not here: files (``tree.py``), streams (``stream.py``),
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
 from typing import Self, Unpack
 
@@ -14,10 +14,11 @@ from libdsec import connection as c
 from libdsec import types as t
 from libdsec._async.calls import POLL_S
 from libdsec._async.client import AsyncClient
-from libdsec._async.primitives import beside
+from libdsec._async.primitives import beside, sleep
 from libdsec._async.stream import AsyncExecStream
 from libdsec._async.tree import AsyncFiles
 from libdsec.errors import DsecError, TimedOut, WrongState
+from libdsec.frames import StreamName
 from libdsec.options import (
     Collected,
     ExecOptions,
@@ -289,6 +290,27 @@ class AsyncSandbox(AsyncLife, AsyncFiles):
         stream = AsyncExecStream(self.client, self.id, start, reconnect_s=reconnect_s, allow_gap=allow_gap)
         return await stream.open()
 
-    async def logs(self, exec_id: str = "main") -> AsyncExecStream:
-        """What a command printed so far and prints from now on, as far as it is still held."""
-        return await self.attach(exec_id, allow_gap=True)
+    async def logs(
+        self, exec_id: str = "main", *, follow: bool = False
+    ) -> AsyncIterator[tuple[StreamName, bytes]]:
+        """What a command printed, as far as it is still held; with ``follow`` also what it prints until it ends.
+
+        Disturbs no reader that is attached. Between the two streams the order is not known.
+        """
+        offsets: dict[StreamName, int] = {"stdout": 0, "stderr": 0}
+        pause_s = 0.05
+        while True:
+            moved = False
+            running = False
+            for name in offsets:
+                piece = await self.client.exec_output(self.id, exec_id, stream=name, offset=offsets[name])
+                running = running or piece.running
+                offsets[name] = piece.offset + len(piece.data)
+                if piece.data:
+                    moved = True
+                    yield name, piece.data
+            if not moved and not (running and follow):
+                return
+            if not moved:
+                await sleep(pause_s)
+            pause_s = 0.05 if moved else min(pause_s * 1.5, 1.0)

@@ -7,7 +7,7 @@ Here: life and commands. Not here: files (``tree.py``), streams (``stream.py``),
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Self, Unpack
 
@@ -15,10 +15,11 @@ from libdsec import connection as c
 from libdsec import types as t
 from libdsec._sync.calls import POLL_S
 from libdsec._sync.client import Client
-from libdsec._sync.primitives import beside
+from libdsec._sync.primitives import beside, sleep
 from libdsec._sync.stream import ExecStream
 from libdsec._sync.tree import Files
 from libdsec.errors import DsecError, TimedOut, WrongState
+from libdsec.frames import StreamName
 from libdsec.options import (
     Collected,
     ExecOptions,
@@ -290,6 +291,27 @@ class Sandbox(Life, Files):
         stream = ExecStream(self.client, self.id, start, reconnect_s=reconnect_s, allow_gap=allow_gap)
         return stream.open()
 
-    def logs(self, exec_id: str = "main") -> ExecStream:
-        """What a command printed so far and prints from now on, as far as it is still held."""
-        return self.attach(exec_id, allow_gap=True)
+    def logs(
+        self, exec_id: str = "main", *, follow: bool = False
+    ) -> Iterator[tuple[StreamName, bytes]]:
+        """What a command printed, as far as it is still held; with ``follow`` also what it prints until it ends.
+
+        Disturbs no reader that is attached. Between the two streams the order is not known.
+        """
+        offsets: dict[StreamName, int] = {"stdout": 0, "stderr": 0}
+        pause_s = 0.05
+        while True:
+            moved = False
+            running = False
+            for name in offsets:
+                piece = self.client.exec_output(self.id, exec_id, stream=name, offset=offsets[name])
+                running = running or piece.running
+                offsets[name] = piece.offset + len(piece.data)
+                if piece.data:
+                    moved = True
+                    yield name, piece.data
+            if not moved and not (running and follow):
+                return
+            if not moved:
+                sleep(pause_s)
+            pause_s = 0.05 if moved else min(pause_s * 1.5, 1.0)

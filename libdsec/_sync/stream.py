@@ -124,6 +124,8 @@ class ExecStream:
             if message[:1] != bytes([ServerFrame.STARTED]):
                 raise InfraError(f"exec in '{self.sandbox}': the daemon's first frame is no start")
             self._info = c.parse(t.ExecInfo, message[1:], "exec_stream")
+            # The daemon counts what it passes on anew for each connection.
+            self._stdin_sent = self._stdin_accepted = 0
         except BaseException:
             socket.close()
             raise
@@ -193,9 +195,11 @@ class ExecStream:
         return sum(cursor.missed_bytes for cursor in self._cursors.values())
 
     def read(self) -> tuple[StreamName, bytes] | None:
-        """The next piece of output and the name of its stream; None when the command has ended."""
+        """The next piece of output and the name of its stream; None when the command has ended or we detached."""
         while not self._over:
             socket, generation = self._socket, self._generation
+            if self._detached:
+                return None
             if socket is None:
                 raise WrongState(f"read {self._what}: the stream is closed")
             try:

@@ -41,7 +41,7 @@ class Transport:
         timeout_s: float | None = None,
         retry_s: float = 30.0,
         connect_wait_s: float = 0.0,
-        agent: str = f"libdsec/{c.VERSION}",
+        agent: str = c.AGENT,
     ) -> None:
         self.socket = c.socket_path(socket)
         self.timeout_s = timeout_s
@@ -145,6 +145,13 @@ class Transport:
             headers={**self._headers, **headers},
             content=content,
             extensions={"timeout": timeout},
+        )
+
+    def raw(self, method: str, where: str, body: bytes | None = None) -> bytes:
+        """Send any request; the body of its answer. ``where`` is path and query as they are. Not repeated."""
+        headers = _JSON if body is not None else {}
+        return self._exchange(
+            self._build(method, where, body, self.timeout_s, headers), f"{method} {where}"
         )
 
     @contextmanager

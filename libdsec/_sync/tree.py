@@ -143,12 +143,13 @@ class Files:
     ) -> t.FileInfo:
         """Upload a local file (a number is an open descriptor, such as of a pipe) to ``path``.
 
-        Holes stay holes; permissions are the local ones unless ``mode``; after a cut it goes on where it was. Raises
-        OSError for the local side, else as ``Client.put_file``.
+        Holes stay holes; time and permissions are the local ones unless ``mode``; after a cut it goes on where it was.
+        Raises OSError for the local side, else as ``Client.put_file``.
         """
         local = in_thread(Source, source, follow=follow)
         try:
             upload = Upload(self.client, self.id, guest_path(path), local)
+            upload.mtime_ns = local.status.st_mtime_ns if local.regular else None
             if mode is None and local.regular:
                 mode = local.status.st_mode & 0o777
             return upload.run(user=user, mode=mode, parents=parents, exclusive=exclusive)
@@ -430,6 +431,7 @@ class Upload:
         large = source.size is not None and source.size > RESUME_BYTES
         self._part = c.new_key() if large else None
         self._moved = time.monotonic()
+        self.mtime_ns: int | None = None
 
     def run(self, *, user: str | None, mode: int | None, parents: bool, exclusive: bool) -> t.FileInfo:
         """Do it. Raises as ``Client.put_file``."""
@@ -445,6 +447,7 @@ class Upload:
                     umask=0 if mode is not None else None,
                     parents=parents,
                     exclusive=exclusive,
+                    mtime_ns=self.mtime_ns,
                     part=self._part,
                     offset=offset or None,
                     size=self._source.size,

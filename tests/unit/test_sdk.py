@@ -458,8 +458,24 @@ def test_timeout_of_a_stream(box: Sandbox) -> None:
 
 def test_logs_are_those_of_main(client: Client) -> None:
     with Sandbox(image="debian:trixie", command=["echo", "ready"], client=client) as sandbox:
-        with sandbox.logs() as stream:
-            assert collect(stream) == b"ready\n"
+        assert list(sandbox.logs()) == [("stdout", b"ready\n")]
+
+
+def test_logs_follow_to_the_end_and_leave_the_reader_alone(daemon: FakeDaemon, box: Sandbox) -> None:
+    with box.popen("sleep", exec_id="e"):
+        command = daemon.boxes[box.id].execs["e"]
+        command.stdout = b"early "
+
+        def later() -> None:
+            command.stdout += b"late"
+            command.end()
+
+        timer = threading.Timer(0.2, lambda: daemon.on_loop(later))
+        timer.start()
+        assert list(box.logs("e")) == [("stdout", b"early ")]
+        assert b"".join(data for _, data in box.logs("e", follow=True)) == b"early late"
+        timer.join()
+    assert daemon.seen.count(("exec_stream", {"id": box.id})) == 1
 
 
 # --- operations and events ---------------------------------------------------------------------------------------
