@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.agent_client import TYPES, AgentClient, AgentError, Fields, Frame, Value
+from tests.support.agent_client import TYPES, AgentClient, AgentError, Field, Fields, Frame, Value
 from tests.support.agent_process import AgentProcess, build, poll_until, running
 
 MIB = 1 << 20
@@ -42,10 +42,16 @@ def place(disk: Path) -> Path:
     return disk
 
 
-def get(client: AgentClient, path: Path | str, *, credit: int = 1 << 40, **more: Value) -> tuple[Fields, list[tuple[int, bytes]]]:
+def get(
+    client: AgentClient, path: Path | str, *, credit: int = 1 << 40, **more: Value
+) -> tuple[Fields, list[tuple[int, bytes]]]:
     """The file's record and its pieces; gives credit back as it reads."""
     channel = client.channel()
-    fields: list[tuple[str, Value]] = [("PATH", str(path)), ("CREDIT", credit), *((k.upper(), v) for k, v in more.items())]
+    fields: list[Field] = [
+        ("PATH", str(path)),
+        ("CREDIT", credit),
+        *((k.upper(), v) for k, v in more.items()),
+    ]
     client.send("FILE_GET", fields, channel=channel)
     info = client.expect(channel, "INFO").fields
     pieces = []
@@ -62,7 +68,11 @@ class Upload:
     def __init__(self, client: AgentClient, path: Path | str, **more: Value) -> None:
         self.client = client
         self.channel = client.channel()
-        client.send("FILE_PUT", [("PATH", str(path)), *((k.upper(), v) for k, v in more.items())], channel=self.channel)
+        client.send(
+            "FILE_PUT",
+            [("PATH", str(path)), *((k.upper(), v) for k, v in more.items())],
+            channel=self.channel,
+        )
         ready = client.expect(self.channel, "READY").fields
         self.offset, self.credit = int(ready["OFFSET"]), int(ready["CREDIT"])
 
@@ -105,7 +115,8 @@ def test_get_returns_content_and_record(client: AgentClient, place: Path):
     st = (place / "f").stat()
     told = {k: info[k] for k in ("MODE", "UID", "GID", "SIZE", "MTIME_NS", "NLINK", "INO")}
     assert told == {
-        "MODE": st.st_mode, "UID": 0, "GID": 0, "SIZE": len(data), "MTIME_NS": st.st_mtime_ns, "NLINK": 1, "INO": st.st_ino,
+        "MODE": st.st_mode, "UID": 0, "GID": 0, "SIZE": len(data),
+        "MTIME_NS": st.st_mtime_ns, "NLINK": 1, "INO": st.st_ino,
     }  # fmt: skip
 
 
@@ -153,7 +164,7 @@ def test_get_reads_the_kernels_own_files(client: AgentClient):
 @pytest.mark.parametrize(
     ("make", "code"),
     [
-        (lambda p: os.mkfifo(p), "not-regular"),
+        (os.mkfifo, "not-regular"),
         (lambda p: os.mknod(p, stat.S_IFCHR | 0o666, os.makedev(1, 5)), "not-regular"),
         (lambda p: p.mkdir(), "is-directory"),
         (lambda p: None, "not-found"),
@@ -272,8 +283,12 @@ def test_put_keeps_holes(client: AgentClient, place: Path):
     assert (st.st_size, st.st_blocks * 512 < MIB) == (1 << 30, True)
 
 
-@pytest.mark.parametrize(("how", "flags", "kept"), [("cut", KEEP_PART, True), ("cut", 0, False), ("close", KEEP_PART, False)])
-def test_an_interrupted_upload_goes_on_where_it_was(agent: AgentProcess, client: AgentClient, place: Path, how, flags, kept):
+@pytest.mark.parametrize(
+    ("how", "flags", "kept"), [("cut", KEEP_PART, True), ("cut", 0, False), ("close", KEEP_PART, False)]
+)
+def test_an_interrupted_upload_goes_on_where_it_was(
+    agent: AgentProcess, client: AgentClient, place: Path, how, flags, kept
+):
     data = os.urandom(MIB)
     upload = Upload(client, place / "f", part="p1", flags=flags)
     upload.data(0, data[:600_000])
@@ -351,8 +366,10 @@ def test_list_tells_names_and_records(client: AgentClient, place: Path):
         client.request("FILE_LIST", [("PATH", str(place / "f"))])
 
 
-def test_a_huge_directory_is_paged_and_stalls_nothing_fl19(client: AgentClient, agent: AgentProcess, place: Path):
-    count = 100_000 if "asan" not in str(agent.process.args) else 10_000
+def test_a_huge_directory_is_paged_and_stalls_nothing_fl19(
+    client: AgentClient, agent: AgentProcess, place: Path
+):
+    count = 100_000 if not agent.sanitized else 10_000
     big = place / "big"
     big.mkdir()
     (big / "0").write_text("")
@@ -430,7 +447,9 @@ def test_a_tree_deeper_than_any_path_is_removed(client: AgentClient, place: Path
 
 
 def test_mkdir(client: AgentClient, place: Path):
-    client.request("FILE_MKDIR", [("PATH", str(place / "d")), ("MODE", 0o775), ("UMASK", 0o002), ("USER", "nobody")])
+    client.request(
+        "FILE_MKDIR", [("PATH", str(place / "d")), ("MODE", 0o775), ("UMASK", 0o002), ("USER", "nobody")]
+    )
     st = (place / "d").stat()
     assert (st.st_uid, st.st_mode & 0o7777) == (NOBODY, 0o775)
     with pytest.raises(AgentError, match="^exists"):
@@ -478,7 +497,8 @@ def test_too_many_requests_are_refused_not_lost(client: AgentClient, place: Path
         try:
             client.request("FILE_STAT", [("PATH", "/")])
         except AgentError as error:
-            assert error.code == "busy"
+            if error.code != "busy":
+                raise
             return False
         return True
 

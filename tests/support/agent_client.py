@@ -23,32 +23,35 @@ TYPES = {
 }  # fmt: skip
 NAMES = {number: name for name, number in TYPES.items()}
 
-TAGS = {
-    name: number
-    for number, name in enumerate(
-        "PROTOCOL GENERATION TIME_NS VERSION ID ARGV ENV CWD USER FLAGS ROWS COLS RLIMIT UMASK TIMEOUT_MS"
-        " IDLE_TIMEOUT_MS BUFFER_BYTES KEEP_MS CREDIT STREAM BYTES OFFSET OFFSET_OUT OFFSET_ERR SIGNAL SCOPE GRACE_MS"
-        " START END PID_COUNT NLINK PID RUNNING KIND STATUS REASON TOTAL_OUT TOTAL_ERR DROPPED_OUT DROPPED_ERR"
-        " CPU_USER_US CPU_SYSTEM_US MAX_RSS_KIB STARTED_NS FINISHED_NS CODE ERRNO MESSAGE PATH TARGET MODE UID GID"
-        " SIZE MTIME_NS NAME CURSOR LIMIT PART EXECS_RUNNING EXECS_TOTAL INO".split(),
-        start=1,
-    )
-}
+TAG_ORDER = """
+    PROTOCOL GENERATION TIME_NS VERSION ID ARGV ENV CWD USER FLAGS ROWS COLS RLIMIT UMASK TIMEOUT_MS
+    IDLE_TIMEOUT_MS BUFFER_BYTES KEEP_MS CREDIT STREAM BYTES OFFSET OFFSET_OUT OFFSET_ERR SIGNAL SCOPE GRACE_MS
+    START END PID_COUNT NLINK PID RUNNING KIND STATUS REASON TOTAL_OUT TOTAL_ERR DROPPED_OUT DROPPED_ERR
+    CPU_USER_US CPU_SYSTEM_US MAX_RSS_KIB STARTED_NS FINISHED_NS CODE ERRNO MESSAGE PATH TARGET MODE UID GID
+    SIZE MTIME_NS NAME CURSOR LIMIT PART EXECS_RUNNING EXECS_TOTAL INO
+"""
+TAGS = {name: number for number, name in enumerate(TAG_ORDER.split(), start=1)}
 TAG_NAMES = {number: name for name, number in TAGS.items()}
-BYTES_TAGS = {"VERSION", "ID", "ARGV", "ENV", "CWD", "USER", "RLIMIT", "CODE", "MESSAGE", "PATH", "TARGET", "NAME", "PART"}
+BYTES_TAGS = {
+    "VERSION", "ID", "ARGV", "ENV", "CWD", "USER", "RLIMIT", "CODE", "MESSAGE", "PATH", "TARGET", "NAME", "PART",
+}  # fmt: skip
 
 PTY, STDIN, ATTACH = 1, 2, 4
 EOF, MORE = 1, 2
 
 Value = int | str | bytes
+Field = tuple[str, Value]
 Fields = dict[str, "int | bytes"]
 
 
-def encode(items: Iterable[tuple[str, Value]]) -> bytes:
+def encode(items: Iterable[Field]) -> bytes:
     """A field list."""
     out = bytearray()
-    for name, value in items:
-        raw = value.encode() if isinstance(value, str) else value if isinstance(value, bytes) else struct.pack("<Q", value)
+    for name, item in items:
+        value = item
+        if isinstance(value, int):
+            value = struct.pack("<Q", value)
+        raw = value.encode() if isinstance(value, str) else value
         out += struct.pack("<HI", TAGS[name], len(raw)) + raw
     return bytes(out)
 
@@ -90,7 +93,7 @@ class AgentError(Exception):
         assert isinstance(code, bytes) and isinstance(message, bytes)
         self.code = code.decode()
         self.errno = fields["ERRNO"]
-        super().__init__(f"{self.code}: {message.decode(errors='replace')} (errno {self.errno})")
+        super().__init__(f"{self.code}: {message.decode(errors='replace')} (errno {int(self.errno)})")
 
 
 class Closed(Exception):
@@ -122,7 +125,9 @@ class AgentClient:
         self.sock.close()
 
     def say_hello(self, generation: int) -> Fields:
-        self.send("HELLO", [("PROTOCOL", 1), ("GENERATION", generation), ("TIME_NS", time.time_ns())], channel=0)
+        self.send(
+            "HELLO", [("PROTOCOL", 1), ("GENERATION", generation), ("TIME_NS", time.time_ns())], channel=0
+        )
         return self.expect(0, "HELLO_OK").fields
 
     # ---- frames
@@ -134,7 +139,7 @@ class AgentClient:
     def send_raw(self, type: int, payload: bytes, channel: int, flags: int = 0) -> None:
         self.sock.sendall(struct.pack("<IBBHI", len(payload), type, flags, 0, channel) + payload)
 
-    def send(self, type: str, fields: Iterable[tuple[str, Value]] = (), *, channel: int, flags: int = 0) -> None:
+    def send(self, type: str, fields: Iterable[Field] = (), *, channel: int, flags: int = 0) -> None:
         self.send_raw(TYPES[type], encode(fields), channel, flags)
 
     def read_frame(self, timeout_s: float | None = None) -> Frame:
@@ -177,7 +182,7 @@ class AgentClient:
         assert frame.type in types, f"{frame.type} instead of {types}"
         return frame
 
-    def request(self, type: str, fields: Iterable[tuple[str, Value]] = ()) -> tuple[list[Frame], Fields]:
+    def request(self, type: str, fields: Iterable[Field] = ()) -> tuple[list[Frame], Fields]:
         """A request answered by any number of frames and OK; raises AgentError."""
         channel = self.channel()
         self.send(type, fields, channel=channel)
@@ -195,24 +200,32 @@ class AgentClient:
     # ---- execs
 
     def start(self, argv: list[str | bytes], *, id: str, flags: int = ATTACH, credit: int = 1 << 20,
-              fields: Iterable[tuple[str, Value]] = ()) -> ExecChannel:  # fmt: skip
+              fields: Iterable[Field] = ()) -> ExecChannel:  # fmt: skip
         """Sends START and returns at once; the answer is read by ExecChannel.started or .wait."""
         channel = self.channel()
-        items: list[tuple[str, Value]] = [("ID", id), ("FLAGS", flags), ("CREDIT", credit), *(("ARGV", a) for a in argv), *fields]
-        self.send("START", items, channel=channel)
+        arguments = [("ARGV", argument) for argument in argv]
+        options: list[Field] = [("ID", id), ("FLAGS", flags), ("CREDIT", credit)]
+        self.send("START", [*options, *arguments, *fields], channel=channel)
         return ExecChannel(self, channel, id)
 
     def attach(self, id: str, *, out: int = 0, err: int = 0, credit: int = 1 << 20) -> ExecChannel:
         channel = self.channel()
-        self.send("ATTACH", [("ID", id), ("OFFSET_OUT", out), ("OFFSET_ERR", err), ("CREDIT", credit)], channel=channel)
+        self.send(
+            "ATTACH",
+            [("ID", id), ("OFFSET_OUT", out), ("OFFSET_ERR", err), ("CREDIT", credit)],
+            channel=channel,
+        )
         exec_ = ExecChannel(self, channel, id)
         exec_.started_fields = self.expect(channel, "ATTACHED").fields
-        exec_.offsets = {1: int(exec_.started_fields["OFFSET_OUT"]), 2: int(exec_.started_fields["OFFSET_ERR"])}
+        exec_.offsets = {
+            1: int(exec_.started_fields["OFFSET_OUT"]),
+            2: int(exec_.started_fields["OFFSET_ERR"]),
+        }
         exec_.first = dict(exec_.offsets)
         return exec_
 
     def run(self, argv: list[str | bytes], *, id: str, flags: int = ATTACH, credit: int = 1 << 20,
-            fields: Iterable[tuple[str, Value]] = (), timeout_s: float = 20) -> ExecChannel:  # fmt: skip
+            fields: Iterable[Field] = (), timeout_s: float = 20) -> ExecChannel:  # fmt: skip
         """Starts, waits for the end, and returns the channel with everything it said."""
         exec_ = self.start(argv, id=id, flags=flags, credit=credit, fields=fields)
         exec_.wait(timeout_s)
@@ -262,7 +275,9 @@ class ExecChannel:
         if frame.type == "OUTPUT":
             stream, offset = struct.unpack_from("<BQ", frame.payload)
             body = frame.payload[9:]
-            assert offset == self.offsets[stream], f"stream {stream}: offset {offset} instead of {self.offsets[stream]}"
+            assert offset == self.offsets[stream], (
+                f"stream {stream}: offset {offset} instead of {self.offsets[stream]}"
+            )
             assert body, "empty OUTPUT"
             self.offsets[stream] += len(body)
             self.data[stream] += body

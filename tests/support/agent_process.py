@@ -20,7 +20,9 @@ BUILDS = {"plain": "dsec-agent", "asan": "dsec-agent-asan"}
 
 def build() -> None:
     """Both programs, up to date."""
-    subprocess.run(["make", "--quiet", "-C", CHECKOUT / "agent", "all", "asan"], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        ["make", "--quiet", "-C", CHECKOUT / "agent", "all", "asan"], check=True, stdout=subprocess.DEVNULL
+    )
 
 
 def poll_until(question: Callable[[], object], timeout_s: float = 10) -> None:
@@ -34,30 +36,38 @@ def poll_until(question: Callable[[], object], timeout_s: float = 10) -> None:
 class AgentProcess:
     """One running agent. Its effects are read here from /proc and the cgroup file system, never by asking it."""
 
-    def __init__(self, build_name: str, directory: Path, *, cgroup: bool = True, user: int = 0) -> None:
+    def __init__(self, build_name: str, directory: Path, *, cgroup: bool = True, user: int = 0,
+                 prefix: tuple[str, ...] = (), arguments: tuple[str, ...] = ()) -> None:  # fmt: skip
         self.directory = directory
         self.socket = str(directory / "agent.sock")
         self.cgroup = CGROUPS / f"dsec-test-{os.getpid()}-{id(self):x}" if cgroup else None
         self.stderr = open(directory / "stderr", "wb+")  # noqa: SIM115 (closed in stop)
         self.generation = 0
+        self.ended = False
+        # Slower and bigger: tests with figures ask.
+        self.sanitized = build_name == "asan"
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(self.socket)
             listener.listen(8)
-            arguments = [str(CHECKOUT / "build/agent" / BUILDS[build_name]), f"--listen-fd={listener.fileno()}"]
+            program = str(CHECKOUT / "build/agent" / BUILDS[build_name])
+            command = [*prefix, program, f"--listen-fd={listener.fileno()}", *arguments]
             handed = [listener.fileno()]
             if self.cgroup:
                 self.cgroup.mkdir()
                 handed.append(os.open(self.cgroup, os.O_RDONLY | os.O_DIRECTORY))
-                arguments.append(f"--cgroup-fd={handed[1]}")
+                command.append(f"--cgroup-fd={handed[1]}")
             self.process = subprocess.Popen(
-                arguments,
+                command,
                 pass_fds=handed,
                 user=user,
                 stdin=subprocess.DEVNULL,
                 stdout=self.stderr,
                 stderr=self.stderr,
                 # No leak check: it needs to trace the process, which the agent forbids.
-                env={"ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1", "UBSAN_OPTIONS": "print_stacktrace=1"},
+                env={
+                    "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1",
+                    "UBSAN_OPTIONS": "print_stacktrace=1",
+                },
             )
             if self.cgroup:
                 os.close(handed[1])
@@ -100,13 +110,20 @@ class AgentProcess:
         self.stderr.seek(0)
         return self.stderr.read().decode(errors="replace")
 
+    def wait_for_end(self) -> None:
+        """It ends by itself, and well."""
+        assert (self.process.wait(10), self.said()) == (0, "")
+        self.ended = True
+
     def stop(self) -> None:
         """Ends it in order and checks that it was well; removes what is left either way."""
         try:
-            assert self.process.poll() is None, f"the agent ended with {self.process.returncode}: {self.said()}"
-            self.process.send_signal(signal.SIGTERM)
-            status = self.process.wait(10)
-            assert (status, self.said()) == (0, "")
+            if not self.ended:
+                assert self.process.poll() is None, (
+                    f"the agent ended with {self.process.returncode}: {self.said()}"
+                )
+                self.process.send_signal(signal.SIGTERM)
+                self.wait_for_end()
         finally:
             if self.process.poll() is None:
                 self.process.kill()
@@ -142,10 +159,14 @@ def state_of(pid: int) -> str | None:
 
 
 @contextmanager
-def running(build_name: str, *, cgroup: bool = True, user: int = 0) -> Iterator[AgentProcess]:
+def running(build_name: str, *, cgroup: bool = True, user: int = 0, prefix: tuple[str, ...] = (),
+            arguments: tuple[str, ...] = ()) -> Iterator[AgentProcess]:  # fmt: skip
+    """An agent for the length of a with block. `prefix` is a command that becomes the agent, such as unshare."""
     with tempfile.TemporaryDirectory(prefix="agent-", dir="/tmp") as directory:
         os.chmod(directory, 0o755)
-        agent = AgentProcess(build_name, Path(directory), cgroup=cgroup, user=user)
+        agent = AgentProcess(
+            build_name, Path(directory), cgroup=cgroup, user=user, prefix=prefix, arguments=arguments
+        )
         try:
             yield agent
         finally:
