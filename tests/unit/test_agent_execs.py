@@ -426,6 +426,7 @@ def test_violations_of_a_running_command(said: list[tuple[int, bytes]]) -> None:
         (ATTACHED, fields(running=1, offset_out=0, offset_err=0)),
         (CREDIT, fields(stream=0, bytes=1)),
         (OK, b""),
+        (ATTACHED, fields(running=1, offset_out=0, offset_err=0, pid=1)),
         (STARTED, b""),
         (STARTED, fields(pid=2**23)),
         (STARTED, fields(pid=1, credit=2**50)),
@@ -446,6 +447,7 @@ def test_violations_instead_of_started(kind: int, payload: bytes) -> None:
     ("kind", "payload"),
     [
         (STARTED, fields(pid=1)),
+        (STARTED, fields(running=1, offset_out=0, offset_err=0, pid=1)),
         (ATTACHED, fields(running=2, offset_out=0, offset_err=0)),
         (ATTACHED, fields(running=1, offset_out=0)),
         (ATTACHED, fields(running=1, offset_out=2**63, offset_err=0)),

@@ -134,12 +134,14 @@ def test_peek_reads_held_output() -> None:
         pytest.param(
             "peek", [(OUTPUT, output(1, 10, b"xy")), (OUTPUT, output(1, 11, b"x"))], id="peek goes back"
         ),
+        pytest.param("peek", [(OUTPUT, output(1, 10, b""))] * 2, id="peek of nothing twice"),
         pytest.param("peek", [(OK, fields(start=5, end=4))], id="ring that ends before it starts"),
         pytest.param(
             "peek", [(OUTPUT, output(1, 10, b"x")), (OK, fields(start=0, end=10))], id="ring too short"
         ),
         pytest.param("peek", [(OK, b"")], id="peek without bounds"),
         pytest.param("get", [(OK, b"")], id="download without a record"),
+        pytest.param("get", [(OK, file_fields())], id="download with its record in the end"),
         pytest.param("get", [(DATA, bytes(9))], id="data before its record"),
         pytest.param("put", [(OK, b"")], id="upload that ends before it began"),
         pytest.param("put", [(CREDIT, fields(stream=0, bytes=1))], id="credit before ready"),
@@ -218,6 +220,23 @@ def test_violations_of_a_download(said: list[bytes]) -> None:
         error = await lost(anext(reader))
         assert error.violation
         assert agent.lost[0].violation == error.violation
+
+    play(story)
+
+
+@pytest.mark.parametrize(
+    ("kind", "payload"),
+    [(INFO, file_fields()), (READY, fields(offset=0, credit=1)), (CREDIT, fields(stream=0, bytes=1))],
+)
+def test_frames_with_no_place_in_a_download(kind: int, payload: bytes) -> None:
+    async def story(agent: FakeAgent, link: AgentLink) -> None:
+        reader = link.get_file("/f")
+        task = asyncio.ensure_future(reader.open())
+        frame = await agent.receive(FILE_GET)
+        await agent.send(INFO, frame.channel, file_fields())
+        await task
+        await agent.send(kind, frame.channel, payload)
+        assert (await lost(anext(reader))).violation
 
     play(story)
 

@@ -18,6 +18,7 @@ from dsecd.backends.agentlink.link import (
 )
 from tests.support.agent_story import (
     CLOSE,
+    CREDIT,
     ERROR,
     FILE_STAT,
     HELLO_OK,
@@ -177,6 +178,18 @@ def test_frames_behind_the_fence_are_a_violation() -> None:
         await agent.receive(PING)
         await agent.send(OUTPUT, frame.channel, output(1, 10, b"too late"))
         assert (await lost(ping)).violation
+
+    play(story)
+
+
+def test_fence_answered_by_something_else() -> None:
+    async def story(agent: FakeAgent, link: AgentLink) -> None:
+        channel, _ = await started(agent, link)
+        await channel.detach()
+        await agent.receive(CLOSE)
+        await agent.send(CREDIT, (await agent.receive(PING)).channel, fields(stream=0, bytes=1))
+        assert await agent.hung_up()
+        assert agent.lost[0].violation
 
     play(story)
 
