@@ -2,8 +2,9 @@
 """A little daemon that does one thing to an image store and may be killed at a named point of it.
 
 Run: python -m tests.support.image_daemon ROOT ACTION ARGUMENT POINT.  ACTION is import (ARGUMENT a source, the name is
-"second") or remove (ARGUMENT a name).  POINT is a checkpoint, "phase/NAME" for a phase of an import's progress, or "record" to
-be killed nowhere and print all of them.  A point of an undo is reached by failing the import at its last step.
+"second") or remove (ARGUMENT a name).  POINT is a checkpoint, "phase/NAME" for a phase of an import's progress, or
+"record" to be killed nowhere and print all of them.  A point of an undo is reached by failing the import at its last
+step.
 """
 
 import asyncio

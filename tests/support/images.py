@@ -12,7 +12,7 @@ import os
 import sqlite3
 import stat
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from dsecd.backends.plan import Checkpoint, no_checkpoint
 from dsecd.core.images.store import ImageStore, Settings
 from dsecd.core.schema import MIGRATIONS
 from dsecd.core.store import Store
+
 
 @contextmanager
 def opened(
@@ -122,8 +123,8 @@ def fingerprint(root: Path) -> dict[bytes, tuple[object, ...]]:
                 content = hashlib.file_digest(file, "sha256").hexdigest()
         elif stat.S_ISLNK(info.st_mode):
             content = os.readlink(path)
-        xattrs = {key: os.getxattr(path, key, follow_symlinks=False) for key in os.listxattr(path, follow_symlinks=False)
-                  if not key.startswith("trusted.")}
+        keys = [key for key in os.listxattr(path, follow_symlinks=False) if not key.startswith("trusted.")]
+        xattrs = {key: os.getxattr(path, key, follow_symlinks=False) for key in keys}
         links: object = None
         if not stat.S_ISDIR(info.st_mode) and info.st_nlink > 1:
             groups.setdefault(info.st_ino, []).append(name)
@@ -135,7 +136,7 @@ def fingerprint(root: Path) -> dict[bytes, tuple[object, ...]]:
     return found
 
 
-def tar_bytes(members: list[tuple[tarfile.TarInfo, bytes | None]]) -> bytes:
+def tar_bytes(members: Sequence[tuple[tarfile.TarInfo, bytes | None]]) -> bytes:
     """A PAX tar of members made by hand."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
@@ -152,7 +153,8 @@ def resident_bytes(path: Path) -> int:
     pages = -(-size // mmap.PAGESIZE)
     vector = (ctypes.c_ubyte * pages)()
     libc = ctypes.CDLL(None, use_errno=True)
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE) as area:
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), size, mmap.MAP_PRIVATE, access) as area:
         address = ctypes.addressof(ctypes.c_char.from_buffer(area))
         assert libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), vector) == 0
     return sum(entry & 1 for entry in vector) * mmap.PAGESIZE

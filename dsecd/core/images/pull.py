@@ -58,13 +58,20 @@ def debian(
 
     apt's proxy on this host is used; nothing of the host's apt settings gets into the image.
     """
-    argv = ["mmdebstrap", "--quiet", "--mode=root", f"--variant={variant}", "--format=tar", "--skip=output/mknod"]
+    argv = [
+        "mmdebstrap", "--quiet", "--mode=root", f"--variant={variant}", "--format=tar", "--skip=output/mknod",
+        # Copied from this host for the time of the building.
+        '--customize-hook=rm -f "$1"/etc/hostname "$1"/etc/resolv.conf',
+    ]
     if include:
         argv.append(f"--include={','.join(include)}")
-    argv += ["--", suite, "/dev/fd/3"]
+    # It resolves its target's name, so that of a file descriptor will not do.
+    fifo = scratch / "debian.tar"
+    argv += ["--", suite, os.fspath(fifo)]
     if mirror is not None:
         argv.append(mirror)
-    program = Program(argv, timeout_s=_BOOTSTRAP_TIMEOUT_S, env=_network_env(scratch) | _apt_proxies())
+    env = _network_env(scratch) | _apt_proxies()
+    program = Program(argv, timeout_s=_BOOTSTRAP_TIMEOUT_S, env=env, fifo=fifo)
     return program.read, program.close
 
 

@@ -16,6 +16,7 @@ import queue
 import threading
 import zlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Protocol
 
 from dsecd.linux import proc
@@ -249,18 +250,20 @@ class Ahead:
 
 
 class Program:
-    """A program that writes a stream on its file descriptor 3: zstd, mmdebstrap.
+    """A program that writes a stream: zstd on its file descriptor 3, mmdebstrap to the named pipe `fifo`.
 
     It runs in a thread through the one door for subprocesses; its failure is raised at the end of the stream, where
     it turns an archive that merely seems to end into an error.
     """
 
-    def __init__(self, argv: list[str], *, timeout_s: float, env: dict[str, str] | None = None,
-                 feed: Read | None = None) -> None:
+    def __init__(
+        self, argv: list[str], *, timeout_s: float, env: dict[str, str] | None = None, feed: Read | None = None,
+        fifo: Path | None = None,
+    ) -> None:
         self._argv = argv
-        self._fd, self._child_fd = os.pipe2(os.O_CLOEXEC)
+        self._fd, writer = os.pipe2(os.O_CLOEXEC) if fifo is None else _make_fifo(fifo)
         self._error: Exception | None = None
-        self._fds = {3: self._child_fd}
+        self._fds = {3: writer}
         self._feeder: threading.Thread | None = None
         self._feed_fd = -1
         if feed is not None:
@@ -307,6 +310,15 @@ class Program:
     def close(self) -> None:
         """Close the reading end: a program that still writes gets SIGPIPE."""
         os.close(self._fd)
+
+
+def _make_fifo(path: Path) -> tuple[int, int]:
+    """Both ends of a new named pipe.  Holding the writing end keeps the reader from an end before the program ends."""
+    os.mkfifo(path, 0o600)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    writer = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    os.set_blocking(reader, True)
+    return reader, writer
 
 
 def open_stream(read: Read, what: str, stack: contextlib.ExitStack) -> ForwardReader:
