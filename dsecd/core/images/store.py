@@ -150,7 +150,11 @@ class ImageStore:
         await publish.in_thread(self._places.make)
         for row in self._db.read(records.unfinished):
             log.info("image left %s by an earlier daemon is taken back digest=%s", row.state, row.digest[:12])
-            await self._take_away(row.digest)
+            try:
+                await self._take_away(row.digest)
+            except (DsecError, OSError) as error:
+                # One image that cannot be removed today is no reason for no sandbox to run: the next start tries.
+                log.warning("image could not be taken back digest=%s: %s", row.digest[:12], error)
         await publish.collect(self._db, self._places)
         await self.remove_unused()
         await publish.in_thread(publish.clear_all_staging, self._places)

@@ -77,6 +77,8 @@ class Limits:
     max_entries: int = 2_000_000
     #: Contents of all files, holes included, also of files that a later layer hides.
     max_bytes: int = 128 << 30
+    #: Names, link targets and extended attributes together: what a tree takes in memory.
+    max_metadata_bytes: int = 512 << 20
 
 
 def show(parts: Parts | bytes) -> str:
@@ -117,6 +119,9 @@ def check_node(parts: Parts, node: Node) -> None:
                 parts, f"its {word} is {value}, a sandbox has only 0 to {ID_LIMIT - 1}",
                 "change the owner before making the archive",
             )
+    length = sum(map(len, parts)) + len(parts)
+    if length > PATH_MAX:
+        raise refuse(parts, f"its name is {length} bytes long, at most {PATH_MAX} are possible")
     if not 0 <= node.mode <= 0o7777:
         raise refuse(parts, f"its mode is {node.mode:#o}, expected at most 0o7777")
     if not -(1 << 62) < node.mtime_ns < 1 << 62:
@@ -168,6 +173,7 @@ class Tree:
         #: Members and bytes taken so far, shadowed ones included: what the limits bound.
         self.entries = 0
         self.bytes = 0
+        self.metadata_bytes = 0
 
     def start_layer(self) -> None:
         """From here on members belong to the next layer above."""
@@ -191,6 +197,7 @@ class Tree:
         Raises InvalidSpec if the member is refused or lies below something that is not a directory.
         """
         check_node(parts, node)
+        self._claim_metadata(parts, node)
         node.layer = self.layer
         if node.kind is Kind.DIR and node.children is None:
             node.children = {}
@@ -264,6 +271,14 @@ class Tree:
             parent = Node.directory()
             parent.children = {name: self.root}
             self.root = parent
+
+    def _claim_metadata(self, parts: Parts, node: Node) -> None:
+        own = sum(len(name) + len(value) for name, value in node.xattrs) + len(node.target)
+        self.metadata_bytes += own + (len(parts[-1]) if parts else 0)
+        if self.metadata_bytes > self.limits.max_metadata_bytes:
+            raise refuse(
+                parts, f"names, link targets and attributes exceed {self.limits.max_metadata_bytes} bytes in all"
+            )
 
     def _directory(self, parts: Parts) -> dict[bytes, Node]:
         """The children of the directory that holds `parts`, missing ancestors made."""

@@ -20,6 +20,7 @@ import json
 import os
 import posixpath
 import re
+import resource
 import sys
 import tarfile
 import time
@@ -47,6 +48,8 @@ _SCRATCH = "scratch"
 _ARCHIVE_MEMBER = re.compile(r"\.|blobs(/.*)?|oci-layout|repositories|[0-9a-f]{64}(/.*|\.json|\.tar)?")
 #: Free space that an import leaves to others, and what is asked for before it starts.
 RESERVE_BYTES = 64 << 20
+#: Memory for the process and each program it starts, as far as it is data (RLIMIT_DATA, getrlimit(2)).
+MEMORY_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
@@ -142,6 +145,8 @@ def stage(job: Job, progress: Progress) -> Staged:
         raise Refused(f"import {job.source!r}:{place} {error.strerror or error}") from error
     except proc.ProcessFailed as error:
         raise BackendFailed(f"import {job.source!r}: {error}") from error
+    except MemoryError as error:
+        raise InvalidSpec(f"import {job.source!r}: reading it takes more than {MEMORY_BYTES >> 20} MiB") from error
 
 
 def _stage(job: Job, staging: Path, progress: Progress, stack: contextlib.ExitStack) -> Staged:
@@ -348,9 +353,19 @@ def environment() -> dict[str, str]:
     return {**proc.MINIMAL_ENV, **passed, "PYTHONPATH": code, "PYTHONDONTWRITEBYTECODE": "1"}
 
 
+def _set_limits() -> None:
+    """What a hostile archive may make this process take, beyond what the tree's own limits count."""
+    # Parsing of headers (maps of holes above all) happens outside of what a tree counts.
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    # A walk holds a file descriptor for every level of directories.
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
+    os.umask(0)  # objects are made 0444 in one go; nobody else enters the store
+
+
 def main() -> int:
     """Read a Job, do it, say how it went.  Exit status 0 with an answer on stdout, whatever it is."""
-    os.umask(0)  # objects are made 0444 in one go; nobody else enters the store
+    _set_limits()
     raw = json.loads(sys.stdin.buffer.read())
     job = Job(**{**raw, "include": tuple(raw.get("include", ()))})
     lock = os.open(Path(job.staging) / LOCK, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
