@@ -17,20 +17,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from libdsec._async.client import AsyncClient as AsyncClient
     from libdsec._async.sandbox import AsyncSandbox as AsyncSandbox
+    from libdsec._async.stream import AsyncExecStream as AsyncExecStream
     from libdsec._sync.client import Client as Client
     from libdsec._sync.sandbox import Sandbox as Sandbox
+    from libdsec._sync.stream import ExecStream as ExecStream
     from libdsec.errors import DsecError as DsecError
 
 __version__ = "0.1.0"
 
 _HOME = {
     "AsyncClient": "libdsec._async.client",
+    "AsyncExecStream": "libdsec._async.stream",
     "AsyncSandbox": "libdsec._async.sandbox",
     "Client": "libdsec._sync.client",
+    "ExecStream": "libdsec._sync.stream",
     "Sandbox": "libdsec._sync.sandbox",
     "DsecError": "libdsec.errors",
 }
-__all__ = ["AsyncClient", "AsyncSandbox", "Client", "DsecError", "Sandbox"]
+__all__ = ["AsyncClient", "AsyncExecStream", "AsyncSandbox", "Client", "DsecError", "ExecStream", "Sandbox"]
 
 
 def __getattr__(name: str) -> Any:

@@ -58,13 +58,13 @@ Bytes = Annotated[
 class Model(BaseModel):
     """Base of all wire types: unknown fields are errors, instances are not mutated."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, val_json_bytes="base64")
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True, val_json_bytes="base64")
 
 
 class OpenModel(BaseModel):
     """Base of responses: a newer daemon may add fields that an older client ignores."""
 
-    model_config = ConfigDict(extra="ignore", frozen=True, val_json_bytes="base64")
+    model_config = ConfigDict(extra="ignore", frozen=True, defer_build=True, val_json_bytes="base64")
 
 
 # --- sandboxes ---------------------------------------------------------------------------------------------------

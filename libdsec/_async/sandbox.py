@@ -135,7 +135,7 @@ class AsyncSandbox(AsyncLife, AsyncFiles):
         client: AsyncClient | None = None,
         **more: Unpack[SpecOptions],
     ) -> None:
-        self._spec: t.SandboxSpec | None = c.build(
+        spec = c.build(
             t.SandboxSpec,
             "spec",
             image=image,
@@ -147,11 +147,16 @@ class AsyncSandbox(AsyncLife, AsyncFiles):
             labels=dict(labels or {}),
             **more,
         )
+        self._wish(spec, id, idempotency_key)
+        self._connect(client)
+
+    def _wish(self, spec: t.SandboxSpec | None, id: str | None, idempotency_key: str | None) -> None:
+        self._spec = spec
         # With a key of the caller's own the request must be the same each time, so no id is made up for it.
         self._id = id or (None if idempotency_key else new_sandbox_id())
+        self._id_is_ours = id is None and idempotency_key is None
         self._key = idempotency_key or c.new_key()
-        self._owned = True
-        self._connect(client)
+        self._owned = spec is not None
 
     def _connect(self, client: AsyncClient | None) -> None:
         self.client = client if client is not None else AsyncClient()
@@ -162,13 +167,28 @@ class AsyncSandbox(AsyncLife, AsyncFiles):
     async def get(cls, id: str, *, client: AsyncClient | None = None) -> Self:
         """A handle to a sandbox that exists. Raises NotFound."""
         self = cls.__new__(cls)
-        self._spec, self._id, self._key, self._owned = None, id, "", False
+        self._wish(None, id, None)
         self._connect(client)
         try:
             self._info = await self.client.inspect(id)
         except BaseException:
             await self.close()
             raise
+        return self
+
+    @classmethod
+    def of(
+        cls,
+        spec: t.SandboxSpec,
+        *,
+        id: str | None = None,
+        idempotency_key: str | None = None,
+        client: AsyncClient | None = None,
+    ) -> Self:
+        """One to be created from a finished spec."""
+        self = cls.__new__(cls)
+        self._wish(spec, id, idempotency_key)
+        self._connect(client)
         return self
 
     async def create(self) -> Self:
@@ -180,11 +200,19 @@ class AsyncSandbox(AsyncLife, AsyncFiles):
         except DsecError:
             raise
         except BaseException:
-            # Interrupted: the daemon may be creating it, and nobody else knows its name.
-            if self._id is not None:
-                await self.client.delete(self._id)
+            await self._undo_creation(self._spec)
             raise
         return self
+
+    async def _undo_creation(self, spec: t.SandboxSpec) -> None:
+        """After an interruption: the daemon may be creating it, and nobody else knows."""
+        try:
+            if not self._id_is_ours:
+                # Somebody else's may have this name: only the answer to our own request tells.
+                self._id = (await self.client.create(spec, id=self._id, idempotency_key=self._key)).id
+            await self.client.delete(self._id or "")
+        except DsecError:
+            pass  # nothing was created, or nobody is there to delete it
 
     async def close(self) -> None:
         """Release the connections; the sandbox goes on."""

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands: where each is, and under which heading the help lists it.
+
+Here: the one list. A new command is a function in a module of its group and a line here.
+"""
+
+from __future__ import annotations
+
+GROUPS: dict[str, dict[str, str]] = {
+    "Run": {
+        "run": "run:run",
+        "exec": "execs:exec_",
+        "attach": "execs:attach",
+        "logs": "execs:logs",
+        "kill": "execs:kill",
+        "cp": "files:cp",
+    },
+    "Sandboxes": {
+        "create": "create:create",
+        "ps": "sandboxes:ps",
+        "inspect": "sandboxes:inspect",
+        "update": "sandboxes:update",
+        "pause": "sandboxes:pause",
+        "resume": "sandboxes:resume",
+        "stop": "sandboxes:stop",
+        "start": "sandboxes:start",
+        "wait": "sandboxes:wait",
+        "rm": "sandboxes:rm",
+    },
+    "Images": {"image": "images:image"},
+    "Host": {
+        "host": "host:host",
+        "doctor": "host:doctor",
+        "events": "host:events",
+        "ops": "host:ops",
+        "api": "raw:api",
+        "completion": "raw:completion",
+    },
+}
+COMMANDS: dict[str, str] = {name: where for group in GROUPS.values() for name, where in group.items()}

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Creating sandboxes: the command, and the options that ``run`` shares with it.
+
+Here: from options to a SandboxSpec. Not here: running commands in them (``run.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from dsecctl import output
+from dsecctl.app import App, command, passes_rest
+from dsecctl.params import CPUS, DURATION, IMAGE, PAIR, SIZE, VARIABLE, options, read_env_file
+from libdsec import types as t
+from libdsec.connection import build
+
+LIMITS = options(
+    click.option(
+        "--memory",
+        "memory_max_bytes",
+        type=SIZE,
+        metavar="SIZE",
+        help="Most memory; above it processes are killed.",
+    ),
+    click.option(
+        "--memory-high",
+        "memory_high_bytes",
+        type=SIZE,
+        metavar="SIZE",
+        help="Above it processes are slowed down.",
+    ),
+    click.option("--swap", "swap_max_bytes", type=SIZE, metavar="SIZE", help="Most swap."),
+    click.option("--cpus", "cpu_max_permil", type=CPUS, metavar="NUMBER", help="Most CPU time, in CPUs."),
+    click.option(
+        "--cpu-weight", type=click.IntRange(1, 10000), help="Share of the CPU under load; others have 100."
+    ),
+    click.option("--pids", "pids_max", type=click.IntRange(4), help="Most processes and threads."),
+)
+_LIMIT_NAMES = tuple(t.Limits.model_fields)
+
+SPEC = options(
+    click.option("--name", "id", metavar="ID", help="Its id; made up when not given."),
+    click.option(
+        "--backend", default="container", show_default=True, help="How it runs; see 'dsecctl host'."
+    ),
+    click.option(
+        "--workspace", type=IMAGE, metavar="IMAGE", help="An image that is laid over the base image."
+    ),
+    click.option(
+        "--toolkit",
+        "toolkits",
+        type=IMAGE,
+        multiple=True,
+        metavar="IMAGE",
+        help="One more; later ones lie on top.",
+    ),
+    click.option(
+        "-e", "--env", "env", type=VARIABLE, multiple=True, help="A variable; NAME alone passes on ours."
+    ),
+    click.option(
+        "--env-file", type=click.File(), multiple=True, callback=read_env_file, help="Lines NAME=VALUE."
+    ),
+    click.option("-u", "--user", metavar="USER[:GROUP]", help="Default: the image's, else root."),
+    click.option("-w", "--workdir", metavar="PATH", help="Default: the image's, else the user's home."),
+    click.option("--hostname", metavar="NAME", help="Default: its id."),
+    click.option("--read-only", "readonly_root", is_flag=True, help="No writing but to /tmp and /dev/shm."),
+    click.option("--tmp-size", "tmp_size_bytes", type=SIZE, metavar="SIZE", help="Size of /tmp (256M)."),
+    click.option("--shm-size", "shm_size_bytes", type=SIZE, metavar="SIZE", help="Size of /dev/shm (64M)."),
+    click.option("-l", "--label", "labels", type=PAIR, multiple=True, help="A label to find it by."),
+    click.option(
+        "--ttl",
+        "ttl_s",
+        type=DURATION,
+        help="Delete it this long after creation; time paused does not count.",
+    ),
+    LIMITS,
+)
+
+
+def limits_of(values: Mapping[str, Any]) -> t.Limits:
+    """The limits among parsed options."""
+    return build(t.Limits, "limits", **{name: values.get(name) for name in _LIMIT_NAMES})
+
+
+def spec_of(image: str, given: Mapping[str, Any], argv: tuple[str, ...] | None) -> t.SandboxSpec:
+    """The spec that parsed options stand for. Raises InvalidSpec."""
+    fields = {name: value for name, value in given.items() if name not in (*_LIMIT_NAMES, "id", "env_file")}
+    fields |= {"env": {**given["env_file"], **dict(given["env"])}, "labels": dict(given["labels"])}
+    fields = {name: value for name, value in fields.items() if value is not None}
+    return build(t.SandboxSpec, "spec", image=image, command=argv, limits=limits_of(given), **fields)
+
+
+def strip_dashes(argv: tuple[str, ...]) -> tuple[str, ...]:
+    """The command without the ``--`` that may stand before it."""
+    return argv[1:] if argv[:1] == ("--",) else argv
+
+
+@command(
+    "create",
+    example="dsecctl create --name web --memory 512M debian:trixie -- python3 -m http.server",
+    context_settings=passes_rest(),
+)
+@SPEC
+@click.option("--key", "idempotency_key", help="The same key again gives the same sandbox, not a second one.")
+@click.argument("image", type=IMAGE)
+@click.argument("argv", nargs=-1, type=click.UNPROCESSED, metavar="[COMMAND]...")
+def create(app: App, *, image: str, argv: tuple[str, ...], idempotency_key: str | None, **given: Any) -> None:
+    """Create a sandbox from IMAGE and start it; print its id.
+
+    COMMAND is started in it as exec 'main', now and at each 'dsecctl start'.
+    """
+    spec = spec_of(image, given, strip_dashes(argv) or None)
+    box = app.client.create(spec, id=given["id"], idempotency_key=idempotency_key)
+    if app.json:
+        output.document(box)
+    else:
+        click.echo(box.id)

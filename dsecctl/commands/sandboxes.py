@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands about sandboxes that exist: looking at them and moving them through their states.
+
+Here: ps, inspect, update, pause, resume, stop, start, wait, rm. Not here: creating (``create.py``, ``run.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import click
+
+from dsecctl import output
+from dsecctl.app import App, command
+from dsecctl.commands.create import LIMITS, limits_of
+from dsecctl.params import DURATION, PAIR, SANDBOX
+from libdsec import types as t
+from libdsec.errors import DsecError, NotFound
+
+_STATES = click.Choice([state.value for state in t.State])
+_one = click.argument("sandbox", type=SANDBOX)
+_many = click.argument("sandboxes", type=SANDBOX, nargs=-1, required=True)
+
+
+def each(app: App, ids: Sequence[str], action: Callable[[str], t.Sandbox | None]) -> None:
+    """Do it to every sandbox, also when one fails; the first error is the command's, the others are said."""
+    failure: DsecError | None = None
+    results = []
+    for id in ids:
+        try:
+            results.append(action(id))
+        except DsecError as exc:
+            if failure is not None:
+                click.echo(f"dsecctl: {exc.message}", err=True)
+            failure = failure or exc
+        else:
+            if not app.json:
+                click.echo(id)
+    if app.json:
+        done = [result for result in results if result is not None]
+        output.document([result.model_dump(mode="json") for result in done] if done else {})
+    if failure is not None:
+        raise failure
+
+
+@command("ps", example="dsecctl ps --label job=7 --state running")
+@click.option(
+    "-l",
+    "--label",
+    "labels",
+    multiple=True,
+    metavar="NAME[=VALUE]",
+    help="Only with this label; all must match.",
+)
+@click.option("-s", "--state", "states", multiple=True, type=_STATES, help="Only in this state.")
+def ps(app: App, *, labels: tuple[str, ...], states: tuple[str, ...]) -> None:
+    """List sandboxes."""
+    found = app.client.list_all(label=labels, state=states)
+    if app.json:
+        output.document([box.model_dump(mode="json") for box in found])
+    elif app.quiet:
+        for box in found:
+            click.echo(box.id)
+    else:
+        output.table(("ID", "STATE", "AGE", "BACKEND", "IMAGE", "LABELS"), [_row(box) for box in found])
+
+
+def _row(box: t.Sandbox) -> tuple[str, ...]:
+    labels = ",".join(f"{name}={value}" for name, value in sorted(box.spec.labels.items()))
+    return box.id, box.state.value, output.ago(box.created_at), box.spec.backend, box.spec.image, labels
+
+
+@command("inspect", example="dsecctl inspect web")
+@_many
+def inspect(app: App, *, sandboxes: tuple[str, ...]) -> None:
+    """Print all that is known of sandboxes, as JSON."""
+    found = [app.client.inspect(id).model_dump(mode="json") for id in sandboxes]
+    output.document(found[0] if len(found) == 1 else found)
+
+
+@command("update", example="dsecctl update web --ttl 2h --label job=8")
+@_one
+@click.option("-l", "--label", "labels", multiple=True, type=PAIR, help="Set a label; others stay.")
+@click.option("--rm-label", "dropped", multiple=True, metavar="NAME", help="Remove a label.")
+@click.option("--ttl", "ttl_s", type=DURATION, help="Delete it this long from now.")
+@LIMITS
+def update(
+    app: App,
+    *,
+    sandbox: str,
+    labels: tuple[tuple[str, str], ...],
+    dropped: tuple[str, ...],
+    ttl_s: float | None,
+    **limits: Any,
+) -> None:
+    """Change labels, time to live or limits."""
+    wanted = None
+    if labels or dropped:
+        old = app.client.inspect(sandbox).spec.labels
+        wanted = {name: value for name, value in {**old, **dict(labels)}.items() if name not in dropped}
+    asked = any(value is not None for value in limits.values())
+    box = app.client.update(sandbox, labels=wanted, ttl_s=ttl_s, limits=limits_of(limits) if asked else None)
+    if app.json:
+        output.document(box)
+    else:
+        click.echo(box.id)
+
+
+@command("pause", example="dsecctl pause web")
+@_many
+def pause(app: App, *, sandboxes: tuple[str, ...]) -> None:
+    """Freeze all processes of sandboxes."""
+    each(app, sandboxes, app.client.pause)
+
+
+@command("resume", example="dsecctl resume web")
+@_many
+def resume(app: App, *, sandboxes: tuple[str, ...]) -> None:
+    """Let the processes of paused sandboxes go on."""
+    each(app, sandboxes, app.client.resume)
+
+
+@command("stop", example="dsecctl stop --grace 30 web")
+@_many
+@click.option(
+    "--grace", "grace_s", type=DURATION, default=5.0, show_default="5 s", help="From SIGTERM to SIGKILL."
+)
+def stop(app: App, *, sandboxes: tuple[str, ...], grace_s: float) -> None:
+    """End all processes of sandboxes and keep their files."""
+    each(app, sandboxes, lambda id: app.client.stop(id, grace_s=grace_s))
+
+
+@command("start", example="dsecctl start web")
+@_many
+def start(app: App, *, sandboxes: tuple[str, ...]) -> None:
+    """Run stopped sandboxes again, with the files they had."""
+    each(app, sandboxes, app.client.start)
+
+
+@command("wait", example="dsecctl wait --state running --timeout 30 web")
+@_many
+@click.option(
+    "-s",
+    "--state",
+    "states",
+    multiple=True,
+    type=_STATES,
+    help="Default: stopped or failed.",
+)
+@click.option(
+    "--timeout", "timeout_s", type=DURATION, help="Give up after this long; the status is then 124."
+)
+def wait(app: App, *, sandboxes: tuple[str, ...], states: tuple[str, ...], timeout_s: float | None) -> None:
+    """Wait until sandboxes are in a state; one that is deleted ends the wait too."""
+    wanted = states or (t.State.STOPPED.value, t.State.FAILED.value)
+
+    def one(id: str) -> t.Sandbox | None:
+        try:
+            return app.sandbox(id).wait(*wanted, timeout_s=timeout_s)
+        except NotFound:
+            if states:
+                raise
+            return None
+
+    each(app, sandboxes, one)
+
+
+@command("rm", example="dsecctl rm $(dsecctl ps -q --state failed)")
+@click.argument("sandboxes", type=SANDBOX, nargs=-1)
+@click.option("-a", "--all", "everything", is_flag=True, help="All of one's sandboxes.")
+@click.option("-l", "--label", "labels", multiple=True, metavar="NAME[=VALUE]", help="All with this label.")
+def rm(app: App, *, sandboxes: tuple[str, ...], everything: bool, labels: tuple[str, ...]) -> None:
+    """Delete sandboxes with their files, in whatever state they are."""
+    ids = list(sandboxes)
+    if everything or labels:
+        ids += [box.id for box in app.client.list_all(label=labels) if box.id not in ids]
+    elif not ids:
+        raise click.UsageError(
+            "missing argument 'SANDBOXES...', --label or --all", click.get_current_context()
+        )
+    missing = [] if everything or labels else [id for id in ids if not _exists(app, id)]
+    each(app, [id for id in ids if id not in missing], app.client.delete)
+    if missing:
+        raise NotFound(f"rm '{missing[0]}': no such sandbox")
+
+
+def _exists(app: App, id: str) -> bool:
+    try:
+        app.client.inspect(id)
+    except NotFound:
+        return False
+    return True
