@@ -48,33 +48,25 @@ def adopted(environ: MutableMapping[str, str]) -> socket.socket | None:
 def bound(path: Path, mode: int, group: str) -> socket.socket:
     """A new listening socket at ``path``, in place of one that nobody serves any more.  Blocks.
 
-    It appears with its final mode and group, whatever the umask, and takes the place of the old one without a
-    moment in which there is none. Raises Refused when somebody serves ``path``, or something else than a
-    socket is there.
+    It appears for its owner only, whatever the umask, and is opened to others once it has its group. Raises
+    Refused when somebody serves ``path``, or something else than a socket is there.
     """
     path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     _check_free(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.unlink(missing_ok=True)
+    path.unlink(missing_ok=True)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         # The kernel makes the file with the mode of the socket's own inode (unix_bind in net/unix/af_unix.c).
         os.fchmod(sock.fileno(), 0o600)
-        # Through a descriptor the path is short, however long the real one is (unix(7): 107 bytes).
-        sock.bind(f"/proc/self/fd/{directory}/{temporary.name}")
+        sock.bind(os.fspath(path))
         gid = _group(group)
         if gid is not None:
-            os.chown(temporary, -1, gid)
-        temporary.chmod(mode)
+            os.chown(path, -1, gid)
+        path.chmod(mode)
         sock.listen(_BACKLOG)
-        temporary.rename(path)
     except OSError as error:
         sock.close()
-        temporary.unlink(missing_ok=True)
         raise Refused(f"listen on {str(path)!r}: {error.strerror}") from error
-    finally:
-        os.close(directory)
     return sock
 
 

@@ -30,8 +30,6 @@ log = logging.getLogger(__name__)
 HEADER_TIMEOUT_S = 10.0
 #: Requests sent ahead while an earlier one is being answered; more is no client, it is a flood.
 PIPELINE_MAX = 64
-#: Bytes sent ahead after asking for a protocol upgrade.
-TAIL_MAX_BYTES = 1 << 20
 #: A kept connection costs a descriptor; it is closed by its client, or after this long without a request.
 KEEPALIVE_S = 3600.0
 #: What is left of a body that was refused is read and thrown away for this long, so that the client sees the
@@ -79,7 +77,7 @@ class Connection(RequestHandler):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Bounds what aiohttp would keep without limit: slow headers, pipelined requests, bytes after an upgrade."""
+        """Bounds what aiohttp would keep without limit: slow headers, pipelined requests."""
         if self.principal is None:
             return
         super().data_received(data)
@@ -87,7 +85,7 @@ class Connection(RequestHandler):
             if self._header_timer is not None:
                 self._header_timer.cancel()
                 self._header_timer = None
-            if len(self._messages) > PIPELINE_MAX or len(self._message_tail) > TAIL_MAX_BYTES:
+            if len(self._messages) > PIPELINE_MAX:
                 log.warning("connection closed: it sends ahead without reading uid=%d", self.principal.uid)
                 self._abort()
         elif self._header_timer is None:
