@@ -28,6 +28,10 @@ OWN_FAILURE, NOT_EXECUTABLE, NOT_FOUND, TIMED_OUT = 125, 126, 127, 124
 INTERRUPTED, BROKEN_PIPE = 130, 141
 
 
+class NobodyReads(Exception):
+    """Our standard output was closed. Instead of BrokenPipeError, which click would turn into a status of its own."""
+
+
 class Root(click.Group):
     """All commands. A command's module is imported when it is needed: most of the start-up time is imports."""
 
@@ -52,6 +56,12 @@ class Root(click.Group):
                 rows.append((name, command.get_short_help_str(formatter.width)))
             with formatter.section(title):
                 formatter.write_dl(rows)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as exc:
+            raise NobodyReads from exc
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **extra: Any) -> Any:
         """Run, and end the process with the right status."""
@@ -112,8 +122,8 @@ def _failures(given: Sequence[str]) -> Iterator[None]:
         else:
             _say(exc.message, exc.hint)
         sys.exit(_runner_status(exc) if runs else exc.exit_status)
-    except BrokenPipeError:
-        # Nobody reads our output any more; Python would complain once more while closing it.
+    except NobodyReads:
+        # Python would complain once more while closing it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(BROKEN_PIPE)
     except OSError as exc:
