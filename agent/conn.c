@@ -11,6 +11,7 @@
 
 #define UNAUTHENTICATED_MAX 4
 #define HELLO_TIMEOUT_MS 5000
+#define LISTEN_AGAIN_MS 100
 #define HELLO_BYTES 4096u           /* what an unauthenticated peer may make us hold */
 #define IN_BYTES (2u * FRAME_MAX)
 #define READ_BUDGET (4u * FRAME_MAX) /* per round, so that others get their turn */
@@ -34,6 +35,7 @@ struct conn {
 };
 
 static struct watch listener;
+static struct timer listen_again;
 static struct conn *all;
 static struct conn *charge; /* the one that said HELLO last */
 static unsigned unauthenticated;
@@ -172,8 +174,10 @@ static bool take_frame(struct conn *conn, const struct frame *f)
 {
     if (!conn->authenticated)
         return f->type == T_HELLO && request_hello(conn, f);
+    struct channel *c = *slot_of(conn, f->channel);
     if (f->type == T_CLOSE || f->type == T_CREDIT || f->type == T_INPUT || f->type == T_DATA || f->type == T_COMMIT) {
-        struct channel *c = *slot_of(conn, f->channel);
+        if (f->flags & ~(f->type == T_INPUT ? FLAG_EOF : 0u))
+            return false;
         if (c == NULL) /* it ended while the frame was on its way */
             return true;
         if (f->type != T_CLOSE)
@@ -182,7 +186,6 @@ static bool take_frame(struct conn *conn, const struct frame *f)
         c->ops->lost(c, true);
         return true;
     }
-    struct channel *c = *slot_of(conn, f->channel);
     if (c != NULL) /* only a split START has several request frames on one channel */
         return f->type == T_START && c->ops->frame(c, f);
     return request_dispatch(conn, f);
@@ -331,14 +334,25 @@ static bool peer_is_host(const struct sockaddr_storage *peer)
     return vm.svm_cid == VMADDR_CID_HOST;
 }
 
+static void listen_resume(struct timer *t)
+{
+    (void)t;
+    watch_set(&listener, EPOLLIN);
+}
+
 static void accept_one(struct watch *w, uint32_t events)
 {
     (void)events;
     struct sockaddr_storage peer = {0};
     socklen_t peer_len = sizeof(peer);
     int fd = accept4(w->fd, (struct sockaddr *)&peer, &peer_len, SOCK_CLOEXEC | SOCK_NONBLOCK);
-    if (fd < 0)
+    if (fd < 0) {
+        if (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS) { /* no spinning until there is room */
+            watch_set(w, WATCH_PAUSED);
+            timer_set(&listen_again, LISTEN_AGAIN_MS, listen_resume);
+        }
         return;
+    }
     struct conn *conn = NULL;
     if (unauthenticated >= UNAUTHENTICATED_MAX || !peer_is_host(&peer) || !(conn = calloc(1, sizeof(*conn)))) {
         close(fd);

@@ -316,6 +316,10 @@ static int open_files(struct files *f, const struct request *r, uint64_t flags)
 {
     if (open_pipe(f->failure, 0) < 0)
         return -1;
+    if (descriptors_are_scarce(f->failure[1])) {
+        errno = EMFILE;
+        return -1;
+    }
     if (flags & START_PTY) {
         f->master = pty_open(request_num(r, F_ROWS, ROWS_DEFAULT), request_num(r, F_COLS, COLS_DEFAULT));
         if (f->master < 0)

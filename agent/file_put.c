@@ -105,11 +105,13 @@ static int open_part(void)
 {
     int fd = openat(put.dir, put.temp, O_RDWR | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY | O_CLOEXEC, 0600);
     struct stat st;
-    if (fd < 0)
+    if (fd < 0 && errno != ELOOP && errno != EISDIR)
         return -1;
-    if (fstat(fd, &st) == 0 && S_ISREG(st.st_mode) && st.st_uid == geteuid() && st.st_nlink == 1)
+    if (fd >= 0 && fstat(fd, &st) == 0 && S_ISREG(st.st_mode) && st.st_uid == geteuid() && st.st_nlink == 1)
         return fd;
-    close(fd); /* something else lies there under this name */
+    if (fd >= 0)
+        close(fd);
+    /* Something else lies there under this name. */
     return unlinkat(put.dir, put.temp, 0) < 0
                ? -1
                : openat(put.dir, put.temp, O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);

@@ -171,6 +171,12 @@ static int hire(const struct frame *f)
     int pair[2];
     if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair) < 0)
         return -1;
+    if (descriptors_are_scarce(pair[1])) {
+        close(pair[0]);
+        close(pair[1]);
+        errno = EMFILE;
+        return -1;
+    }
     struct frame request = *f;
     pid_t pid = spawn_worker(pair[1], worker_main, &request);
     int err = errno;

@@ -3,6 +3,7 @@
 #include "exec.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
@@ -35,7 +36,7 @@ static void drain_event(struct watch *w, uint32_t events)
 /* Closing the pipe would kill a background service with SIGPIPE at its next line, or hang up its terminal. */
 static void hand_to_drain(struct output *out)
 {
-    int fd = out->watch.fd < 0 ? -1 : dup(out->watch.fd);
+    int fd = out->watch.fd < 0 ? -1 : fcntl(out->watch.fd, F_DUPFD_CLOEXEC, 3);
     watch_close(&out->watch);
     struct drain *d = fd < 0 ? NULL : malloc(sizeof(*d));
     if (d == NULL) {
@@ -146,10 +147,15 @@ static void output_event(struct watch *w, uint32_t events)
         output_resume(ex);
         return;
     }
-    if (read_once(ex, out, READ_MAX) == READ_END) {
-        watch_close(&out->watch);
-        out->done = true;
+    if (read_once(ex, out, READ_MAX) != READ_END)
+        return;
+    if (ex->pty) { /* nobody has the terminal open just now, but closing our side would hang the session up */
+        pause_reading(out, true);
+        timer_set(&ex->retry, RETRY_MS, retry_fire);
+        return;
     }
+    watch_close(&out->watch);
+    out->done = true;
 }
 
 /* Reads on until what the pipe held at the leader's end is in the ring, or there is no room. */

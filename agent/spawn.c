@@ -20,8 +20,16 @@
 
 #define DEFAULT_PATH "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 #define FAILURE_FD 3
+#define RESERVED_DESCRIPTORS 16u
 
 struct spawn_config spawn_config = {.null_fd = -1};
+
+bool descriptors_are_scarce(int newest)
+{
+    struct rlimit limit;
+    return getrlimit(RLIMIT_NOFILE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY &&
+           (uint64_t)newest + RESERVED_DESCRIPTORS >= limit.rlim_cur;
+}
 
 static pid_t clone_into(int cgroup)
 {

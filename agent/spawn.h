@@ -31,6 +31,8 @@ struct spawn_config {
 };
 extern struct spawn_config spawn_config;
 
+/* True when only the last few descriptors are left: they are for connections, and for those who look after the rest. */
+bool descriptors_are_scarce(int newest);
 /* The child's pid, or -1 with errno. */
 pid_t spawn(const struct spawn *s);
 /* A plain child in the agent's own cgroup, ready to run `main`, which must not return. Only fd stays open, as 3. */

@@ -316,18 +316,21 @@ def test_a_planted_part_is_not_written_through_fl16(client: AgentClient, place: 
     os.link(place / "victim", place / ".dsec-p2.part")
     put(client, place / "f", b"data", part="p2")
     (place / ".dsec-p3.part").symlink_to(place / "victim")
-    with pytest.raises(AgentError, match="^invalid"):
-        put(client, place / "f", b"data", part="p3")
+    os.mkfifo(place / ".dsec-p4.part")
+    for part in ("p3", "p4"):
+        put(client, place / "f", part.encode(), part=part)
+        assert (place / "f").read_text() == part
     assert (place / "victim").read_text() == "victim"
 
 
-def test_no_room_is_reported_and_leaves_nothing(client: AgentClient, tmp_path: Path):
+def test_no_room_is_reported_and_leaves_nothing(agent: AgentProcess, client: AgentClient, tmp_path: Path):
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], check=True)
     try:
         upload = Upload(client, tmp_path / "f")
         with pytest.raises(AgentError, match="^no-space"):
             upload.data(0, bytes(2 * MIB))
-        poll_until(lambda: os.listdir(tmp_path) == [])
+        poll_until(lambda: not agent.children())
+        assert os.listdir(tmp_path) == []
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
 

@@ -279,9 +279,12 @@ def test_no_more_descriptors_is_an_error_not_an_end(fresh: AgentProcess):
                 failures.append((error.code, error.errno))
         assert set(failures) == {("spawn-failed", 24)}
         assert execs
+        with fresh.connect() as second:  # there is always room for a new daemon
+            second.ping()
+    with fresh.connect() as client:
         for exec_ in execs:
             client.request("SIGNAL", [("ID", exec_.id), ("SIGNAL", signal.SIGKILL), ("SCOPE", 1)])
-            exec_.wait()
+        poll_until(lambda: not any(fields["RUNNING"] for fields in client.list().values()))
         assert client.run(["echo", "again"], id="again").out == b"again\n"
 
 
