@@ -10,12 +10,12 @@ variables, which only whoever starts the daemon can set, the checkpoint does not
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 from collections.abc import Mapping
 
 from dsecd.backends.plan import Checkpoint, no_checkpoint
+from libdsec.errors import BackendFailed
 
 
 def checkpoint(environ: Mapping[str, str] = os.environ) -> Checkpoint:
@@ -34,6 +34,6 @@ def checkpoint(environ: Mapping[str, str] = os.environ) -> Checkpoint:
         if name == point and action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if name == point and action == "fail":
-            raise OSError(errno.EIO, f"fault injected at {name}")
+            raise BackendFailed(f"fault injected at {name}")
 
     return passing

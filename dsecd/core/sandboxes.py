@@ -181,6 +181,9 @@ class Sandboxes:
         return live.record.to_wire()
 
     async def delete(self, principal: Principal, sandbox_id: str) -> None:
+        """One that is not there is deleted already: a client that lost the answer asks again."""
+        if sandbox_id not in self._lives:
+            return
         live = self.find(principal, sandbox_id, "delete")
         await asyncio.shield(self._start_delete(live, "user"))
 

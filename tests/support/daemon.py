@@ -80,8 +80,9 @@ class Daemon:
         assert self._process is not None
         return self._process.pid
 
-    def client(self) -> Client:
-        return Client(socket=self.socket)
+    def client(self, *, retry_s: float = 30.0) -> Client:
+        """A client; ``retry_s=0`` for one that reports a lost connection at once."""
+        return Client(socket=self.socket, retry_s=retry_s)
 
     def start(self, *, wait: bool = True) -> None:
         """Start it, and wait until it answers."""

@@ -60,7 +60,9 @@ def files(state: Path, runtime: Path) -> list[str]:
     """Directories and sockets that belong to single sandboxes, and halves of imports."""
     places = [state / "sandboxes", state / "trash", state / "images" / "staging"]
     places += [runtime / name for name in ("sandboxes", "agents", "crun", "launch")]
-    return [f"file {entry}" for place in places if place.is_dir() for entry in sorted(place.iterdir())]
+    entries = [entry for place in places if place.is_dir() for entry in sorted(place.iterdir())]
+    # crun keeps compiled seccomp filters in .cache, for all containers.
+    return [f"file {entry}" for entry in entries if entry.name != ".cache"]
 
 
 def objects_without_reference(state: Path) -> list[str]:

@@ -16,12 +16,13 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
+from dsecd.backends.base import translated
 from dsecd.backends.plan import Checkpoint, Step, no_checkpoint, perform
 from dsecd.core.images import names, publish, records, worker
 from dsecd.core.images.mounts import LayerMounts
 from dsecd.core.images.tree import Limits
 from dsecd.linux import proc
-from libdsec.errors import BackendFailed, InvalidSpec, NoCapacity, from_wire
+from libdsec.errors import BackendFailed, DsecError, InvalidSpec, NoCapacity, from_wire
 from libdsec.types import BuildDebianRequest, ImageConfig, ImageInfo, ImportProgress, ImportRequest
 
 log = logging.getLogger(__name__)
@@ -157,7 +158,7 @@ class ImageStore:
                 log.warning("image could not be taken back digest=%s: %s", row.digest[:12], error)
         await publish.collect(self._db, self._places)
         await self.remove_unused()
-        await publish.in_thread(publish.clear_all_staging, self._places)
+        await publish.in_thread(publish.clear_all_staging, self._places, self._unfinished())
 
     # --- inside --------------------------------------------------------------------------------------------------
 
@@ -177,12 +178,19 @@ class ImageStore:
                 phase="publish", entries=info.entries, objects_new=info.objects_new, bytes_new=info.bytes_new
             ))
             async with self._locked(publication.digest):
-                await perform("import", publication.steps(), self._checkpoint)
+                with translated(f"import {source!r}"):
+                    await perform("import", publication.steps(), self._checkpoint)
         finally:
-            await publish.in_thread(publish.clear_staging, staging)
+            # What could not be undone now needs its manifest when the next start tries again.
+            if import_id not in self._unfinished():
+                await publish.in_thread(publish.clear_staging, staging)
         log.info("image imported name=%s digest=%s", ":".join(name), publication.digest[:12])
         await self._remove_unused(publication.replaced)
         return self._db.read(lambda db: records.info(db, publication.digest))
+
+    def _unfinished(self) -> set[str]:
+        """The imports whose images are neither published nor gone."""
+        return {row.import_id for row in self._db.read(records.unfinished)}
 
     async def _check_space(self, source: str) -> None:
         usage = await publish.in_thread(shutil.disk_usage, self._places.root)
@@ -222,7 +230,8 @@ class ImageStore:
             return
         async with self._locked(digest):
             if await self._db.write(lambda db: records.begin_removal(db, digest), durable=True):
-                await self._take_away(digest)
+                with translated(f"remove image {digest[:12]}"):
+                    await self._take_away(digest)
 
     async def _take_away(self, digest: str) -> None:
         await self._db.write(lambda db: records.begin_undo(db, digest))

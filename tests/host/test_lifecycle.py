@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The life of a sandbox through the API of a real daemon; effects are read from the kernel or from inside."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from libdsec import AsyncClient, Client, Sandbox
+from libdsec.errors import (
+    AlreadyExists,
+    Conflict,
+    FeatureMissing,
+    InvalidSpec,
+    NotFound,
+    SandboxLost,
+    TimedOut,
+    WrongState,
+)
+from libdsec.types import CreateRequest, ExecRequest, Limits, SandboxSpec
+from tests.support.daemon import Daemon
+from tests.support.rootfs import debian_tar
+
+IMAGE = "debian:trixie"
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    with Daemon() as running:
+        with running.client() as client:
+            client.finish(client.image_import(name=IMAGE, source=str(debian_tar()), kind="rootfs-tar"))
+        yield running
+
+
+@pytest.fixture
+def client(daemon: Daemon) -> Iterator[Client]:
+    with daemon.client() as connected:
+        yield connected
+        for sandbox in connected.list_all():
+            connected.delete(sandbox.id)
+
+
+def sh(client: Client, sandbox_id: str, script: str) -> str:
+    result = client.exec(sandbox_id, ExecRequest(argv=("sh", "-c", script)))
+    assert result.exit_code == 0, result
+    return result.text
+
+
+def spec(**more: object) -> SandboxSpec:
+    return SandboxSpec.model_validate({"image": IMAGE, **more})
+
+
+def test_stop_keeps_files_and_start_runs_again(client: Client) -> None:
+    sandbox = client.create(spec())
+    sh(client, sandbox.id, "echo kept > /root/file; touch /tmp/gone")
+    assert client.stop(sandbox.id, grace_s=1).state == "stopped"
+    with pytest.raises(WrongState, match="it is stopped") as caught:
+        client.exec(sandbox.id, ExecRequest(argv=("true",)))
+    assert caught.value.hint == f"dsecctl start {sandbox.id}"
+    assert client.stop(sandbox.id).state == "stopped"
+    assert client.start(sandbox.id).state == "running"
+    assert client.start(sandbox.id).state == "running"
+    assert sh(client, sandbox.id, "cat /root/file; ls /tmp") == "kept\n"
+
+
+def test_stop_lets_processes_clean_up(client: Client) -> None:
+    sandbox = client.create(spec())
+    script = "trap 'echo bye > /root/bye; exit' TERM; touch /root/ready; while :; do sleep 0.05; done"
+    client.exec_start(sandbox.id, ExecRequest(argv=("sh", "-c", script)))
+    while sh(client, sandbox.id, "ls /root").split() != ["ready"]:
+        time.sleep(0.02)
+    client.stop(sandbox.id, grace_s=10)
+    client.start(sandbox.id)
+    assert sh(client, sandbox.id, "cat /root/bye") == "bye\n"
+
+
+def test_pause_freezes_commands_and_nothing_else(daemon: Daemon, client: Client) -> None:
+    sandbox = client.create(spec())
+    client.exec_start(sandbox.id, ExecRequest(argv=("sh", "-c", "while :; do echo x; sleep 0.01; done"), exec_id="x"))
+    assert client.pause(sandbox.id).state == "paused"
+    events = (daemon.cgroup_dir / f"sandbox-{sandbox.id}" / "run" / "cgroup.events").read_text()
+    assert "frozen 1" in events
+    first = client.exec_output(sandbox.id, "x").end
+    time.sleep(0.3)
+    assert client.exec_output(sandbox.id, "x").end == first
+    with pytest.raises(WrongState, match="it is paused"):
+        client.exec(sandbox.id, ExecRequest(argv=("true",)))
+    assert client.stat(sandbox.id, "/etc/passwd").type == "file"
+    assert client.pause(sandbox.id).state == "paused"
+    assert client.resume(sandbox.id).state == "running"
+    time.sleep(0.3)
+    assert client.exec_output(sandbox.id, "x").end > first
+
+
+@pytest.mark.parametrize("state", ["running", "paused", "stopped", "failed"])
+def test_delete_is_legal_in_every_state_and_idempotent(daemon: Daemon, client: Client, state: str) -> None:
+    sandbox = client.create(spec())
+    if state == "paused":
+        client.pause(sandbox.id)
+    elif state == "stopped":
+        client.stop(sandbox.id, grace_s=0)
+    elif state == "failed":
+        kill_init(daemon, sandbox.id)
+        client.wait(sandbox.id, ["failed"], wait_s=10)
+    client.delete(sandbox.id)
+    client.delete(sandbox.id)
+    with pytest.raises(NotFound, match="no such sandbox"):
+        client.inspect(sandbox.id)
+    assert daemon.residue() == []
+
+
+def kill_init(daemon: Daemon, sandbox_id: str) -> None:
+    """SIGKILL to everything in the sandbox, behind the daemon's back."""
+    (daemon.cgroup_dir / f"sandbox-{sandbox_id}" / "cgroup.kill").write_text("1")
+
+
+def test_death_is_noticed_and_a_failed_sandbox_keeps_its_files(daemon: Daemon, client: Client) -> None:
+    sandbox = client.create(spec())
+    sh(client, sandbox.id, "echo kept > /root/file")
+    kill_init(daemon, sandbox.id)
+    failed = client.wait(sandbox.id, ["failed"], wait_s=10)
+    assert failed.reason == "crash"
+    assert not (daemon.cgroup_dir / f"sandbox-{sandbox.id}").exists()
+    client.start(sandbox.id)
+    assert sh(client, sandbox.id, "cat /root/file") == "kept\n"
+
+
+def test_a_command_in_a_sandbox_that_dies_is_an_infrastructure_error(daemon: Daemon, client: Client) -> None:
+    sandbox = client.create(spec())
+
+    async def main() -> None:
+        async with AsyncClient(socket=daemon.socket) as concurrent:
+            task = asyncio.create_task(concurrent.exec(sandbox.id, ExecRequest(argv=("sleep", "60"))))
+            await asyncio.sleep(0.5)
+            kill_init(daemon, sandbox.id)
+            with pytest.raises((SandboxLost, WrongState)):
+                await task
+
+    asyncio.run(main())
+
+
+def test_fifty_equal_creates_make_one_sandbox(daemon: Daemon, client: Client) -> None:
+    async def main() -> set[str]:
+        async with AsyncClient(socket=daemon.socket) as concurrent:
+            calls = [concurrent.create(spec(), idempotency_key="job-1") for _number in range(50)]
+            return {sandbox.id for sandbox in await asyncio.gather(*calls)}
+
+    assert len(asyncio.run(main())) == 1
+    assert len(client.list_all()) == 1
+    with pytest.raises(Conflict, match="the key was used with another request"):
+        client.create(spec(labels={"other": "yes"}), idempotency_key="job-1")
+
+
+def test_an_id_is_taken_once(client: Client) -> None:
+    client.create(spec(), id="web")
+    with pytest.raises(AlreadyExists, match="sandbox exists since") as caught:
+        client.create(spec(), id="web")
+    assert "dsecctl rm web" in (caught.value.hint or "")
+
+
+def test_ids_that_look_like_kernel_files_are_ordinary(client: Client) -> None:
+    for name in ("cgroup.procs", "a" * 63, "memory.max", "0.--"):
+        client.create(spec(), id=name)
+        assert sh(client, name, "echo ok") == "ok\n"
+
+
+def test_ttl_deletes_and_time_paused_does_not_count(client: Client) -> None:
+    short = client.create(spec(ttl_s=1.5))
+    held = client.create(spec(ttl_s=1.5))
+    client.pause(held.id)
+    deadline = time.monotonic() + 10
+    while short.id in {s.id for s in client.list_all()}:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert client.inspect(held.id).expires_at is None
+    resumed = client.resume(held.id)
+    assert resumed.expires_at is not None
+    with pytest.raises(NotFound):
+        client.wait(held.id, ["deleting", "stopped"], wait_s=10)
+        client.wait(held.id, ["stopped"], wait_s=10)
+
+
+def test_ttl_survives_a_restart_and_is_never_shortened(daemon: Daemon, client: Client) -> None:
+    sandbox = client.create(spec(ttl_s=3600))
+    daemon.restart()
+    assert client.inspect(sandbox.id).expires_at == sandbox.expires_at
+    client.exec(sandbox.id, ExecRequest(argv=("true",)))
+    assert client.inspect(sandbox.id).expires_at == sandbox.expires_at
+
+
+def test_list_filters_and_pages(client: Client) -> None:
+    for number in range(5):
+        client.create(spec(labels={"job": "a" if number < 3 else "b", "n": str(number)}), id=f"s{number}")
+    client.stop("s0", grace_s=0)
+    ids = [s.id for s in client.list(label=["job=a"]).sandboxes]
+    assert ids == ["s0", "s1", "s2"]
+    assert [s.id for s in client.list(label=["job=a"], state=["stopped"]).sandboxes] == ["s0"]
+    assert [s.id for s in client.list(label=["job", "n=4"]).sandboxes] == ["s4"]
+    page = client.list(limit=2)
+    assert ([s.id for s in page.sandboxes], page.next) == (["s0", "s1"], "s1")
+    assert [s.id for s in client.list(after="s1").sandboxes] == ["s2", "s3", "s4"]
+
+
+def test_batch_reports_each_item(client: Client) -> None:
+    items = [CreateRequest(spec=spec(), id=f"b{number}") for number in range(6)]
+    items.append(CreateRequest(spec=SandboxSpec(image="nothing:1")))
+    results = client.finish(client.create_batch(items))
+    assert [item["sandbox"]["id"] for item in results.result[:6]] == [f"b{number}" for number in range(6)]
+    assert results.result[6]["error"]["code"] == "not-found"
+    assert {s.state for s in client.list_all()} == {"running"}
+
+
+def test_wait_times_out_with_the_state(client: Client) -> None:
+    sandbox = client.create(spec())
+    with pytest.raises(TimedOut, match="it is running after"):
+        client.wait(sandbox.id, ["stopped"], wait_s=0.2)
+
+
+def test_main_command_runs_on_create_and_on_start(client: Client) -> None:
+    sandbox = client.create(spec(command=("sh", "-c", "echo started >> /root/starts; echo out; sleep 1000")))
+    deadline = time.monotonic() + 10
+    while client.exec_output(sandbox.id, "main").data != b"out\n":
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    client.stop(sandbox.id, grace_s=0)
+    client.start(sandbox.id)
+    time.sleep(0.3)
+    assert sh(client, sandbox.id, "cat /root/starts") == "started\nstarted\n"
+
+
+def test_environment_comes_from_image_then_sandbox_then_command(daemon: Daemon, client: Client) -> None:
+    tree = daemon.state_dir / "overlay"
+    tree.mkdir(exist_ok=True)
+    (tree / "marker").write_text("x")
+    config = {"env": ["A=image", "B=image", "C=image"], "user": "", "workdir": ""}
+    client.finish(client.image_import(name="tool:1", source=str(tree), kind="directory", prefix="/opt/tool", config=config))
+    sandbox = client.create(spec(toolkits=("tool:1",), env={"B": "sandbox", "C": "sandbox"}))
+    result = client.exec(
+        sandbox.id, ExecRequest(argv=("sh", "-c", "echo $A $B $C $HOME; ls /opt/tool"), env={"C": "exec"})
+    )
+    assert result.text == "image sandbox exec /root\nmarker\n"
+
+
+def test_what_the_host_lacks_is_refused_by_name(client: Client) -> None:
+    controllers = Path("/sys/fs/cgroup/cgroup.controllers").read_text().split()
+    if "memory" in controllers:
+        pytest.skip("this host has the memory controller: limits are proved by the limit tests there")
+    with pytest.raises(FeatureMissing, match=r"limit memory\.max: this host has no cgroup v2 controller memory"):
+        client.create(spec(limits=Limits(memory_max_bytes=1 << 28)))
+    assert "pids.max" in client.create(spec()).off
+    with pytest.raises(FeatureMissing, match="create with backend 'microvm'"):
+        client.create(spec(backend="microvm"))
+
+
+def test_all_faults_of_a_spec_come_at_once(client: Client) -> None:
+    body = b'{"spec": {"image": "x", "hostname": "-", "ttl_s": -1, "colour": "red"}}'
+    with pytest.raises(InvalidSpec) as caught:
+        client.request("create", body=body)
+    paths = {error["path"] for error in caught.value.details["errors"]}
+    assert paths == {"spec.hostname", "spec.ttl_s", "spec.colour"}
+
+
+def test_readonly_root_and_sizes(client: Client) -> None:
+    sandbox = client.create(spec(readonly_root=True, tmp_size_bytes=8 << 20, shm_size_bytes=1 << 20, hostname="box"))
+    assert sh(client, sandbox.id, "hostname").strip() == "box"
+    assert client.exec(sandbox.id, ExecRequest(argv=("touch", "/root/x"))).exit_code == 1
+    sizes = sh(client, sandbox.id, "df -k --output=size /tmp /dev/shm | tail -n 2").split()
+    assert sizes == ["8192", "1024"]
+
+
+def test_exec_of_what_is_not_there_says_so(daemon: Daemon, client: Client) -> None:
+    with Sandbox(image=IMAGE, client=client) as sandbox:
+        from libdsec.errors import ExecNotStarted
+
+        with pytest.raises(ExecNotStarted) as caught:
+            sandbox.exec("/no/such/program")
+        assert caught.value.details["reason"] == "not-found"
+        with pytest.raises(ExecNotStarted) as caught:
+            sandbox.exec("true", user="nosuchuser")
+        assert caught.value.details["reason"] == "no-such-user"
+        with pytest.raises(ExecNotStarted) as caught:
+            sandbox.exec("true", cwd="/nowhere")
+        assert caught.value.details["reason"] == "bad-cwd"
+
+
+def test_events_tell_the_life_of_a_sandbox(client: Client) -> None:
+    since = client.events(limit=10000).last
+    sandbox = client.create(spec())
+    client.pause(sandbox.id)
+    client.resume(sandbox.id)
+    client.delete(sandbox.id)
+    kinds = [e.kind for e in client.events(since=since, limit=1000).events if e.subject == sandbox.id]
+    assert kinds == [
+        "sandbox.created", "sandbox.running", "sandbox.paused", "sandbox.resumed", "sandbox.deleting", "sandbox.deleted",
+    ]  # fmt: skip
