@@ -25,6 +25,8 @@ struct lingering {
 };
 
 static int root_fd = -1;
+static struct watch events; /* of run/cgroup.events */
+static void (*tell_frozen)(bool now);
 static struct lingering *oldest, **newest = &oldest;
 static unsigned count, to_check;
 static struct timer sweep_timer;
@@ -53,14 +55,45 @@ static int make_dir(const char *path)
     return mkdirat(root_fd, path, 0755) < 0 && errno != EEXIST ? -1 : 0;
 }
 
-int cgroup_init(int fd)
+static bool read_file(const char *path, char *out, size_t size)
+{
+    int fd = root_fd < 0 ? -1 : openat(root_fd, path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0)
+        return false;
+    ssize_t n = read(fd, out, size - 1);
+    close(fd);
+    if (n < 0)
+        return false;
+    out[n] = 0;
+    return true;
+}
+
+static void events_changed(struct watch *w, uint32_t what)
+{
+    (void)what;
+    char text[256];
+    ssize_t n = pread(w->fd, text, sizeof(text) - 1, 0); /* reading it also arms the next notification */
+    if (n < 0)
+        return;
+    text[n] = 0;
+    tell_frozen(strstr(text, "frozen 1") != NULL);
+}
+
+static int watch_events(void)
+{
+    int fd = openat(root_fd, "run/cgroup.events", O_RDONLY | O_CLOEXEC);
+    return fd < 0 ? -1 : watch_open(&events, fd, EPOLLPRI, events_changed);
+}
+
+int cgroup_init(int fd, void (*frozen)(bool now))
 {
     root_fd = fd;
+    tell_frozen = frozen;
     if (fd < 0)
         return 0;
-    if (make_dir("agent") < 0 || make_dir("run") < 0)
+    if (make_dir("agent") < 0 || make_dir("run") < 0 || write_file("agent/cgroup.procs", "0") < 0)
         return -1;
-    return write_file("agent/cgroup.procs", "0");
+    return watch_events();
 }
 
 bool cgroup_present(void)
@@ -251,19 +284,6 @@ void cgroup_signal_lingering(int sig)
 }
 
 /* ---- reading */
-
-static bool read_file(const char *path, char *out, size_t size)
-{
-    int fd = root_fd < 0 ? -1 : openat(root_fd, path, O_RDONLY | O_CLOEXEC);
-    if (fd < 0)
-        return false;
-    ssize_t n = read(fd, out, size - 1);
-    close(fd);
-    if (n < 0)
-        return false;
-    out[n] = 0;
-    return true;
-}
 
 bool cgroup_run_empty(void)
 {

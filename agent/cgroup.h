@@ -7,8 +7,8 @@
 #include <stdint.h>
 #include <sys/types.h>
 
-/* fd: the sandbox's cgroup directory, or -1. Moves this process to agent/. */
-int cgroup_init(int fd);
+/* fd: the sandbox's cgroup directory, or -1. Moves this process to agent/. `frozen` is told when the execs are paused and resumed. */
+int cgroup_init(int fd, void (*frozen)(bool now));
 bool cgroup_present(void);
 /* Makes run/<id>; returns a descriptor to clone into, -1 with errno (EEXIST: an earlier exec's processes still live there), or -2
  * when there are no cgroups. */

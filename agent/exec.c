@@ -30,6 +30,7 @@ bool exec_shutting_down;
 static struct exec *first, *last;
 static struct exec *ids[BUCKETS], *pids[BUCKETS];
 static uint64_t sequence;
+static bool frozen; /* the sandbox is paused */
 static unsigned alive, ended; /* alive: not EXEC_ENDED */
 static unsigned leaders;      /* not reaped yet */
 
@@ -269,13 +270,44 @@ static void idle_fire(struct timer *t)
         (void)exec_kill(ex, REASON_IDLE);
 }
 
-static void start_timers(struct exec *ex)
+static void run_clocks(struct exec *ex)
 {
     ex->last_output_ms = now_ms();
     if (ex->timeout_ms)
-        timer_set(&ex->timeout, ex->timeout_ms, timeout_fire);
+        timer_set(&ex->timeout, ex->timeout_left_ms, timeout_fire);
     if (ex->idle_ms)
         timer_set(&ex->idle, ex->idle_ms, idle_fire);
+}
+
+static void stop_clocks(struct exec *ex)
+{
+    uint64_t now = now_ms();
+    if (timer_is_set(&ex->timeout))
+        ex->timeout_left_ms = ex->timeout.at_ms > now ? ex->timeout.at_ms - now : 0;
+    timer_stop(&ex->timeout);
+    timer_stop(&ex->idle);
+}
+
+void exec_frozen(bool now)
+{
+    if (now == frozen)
+        return;
+    frozen = now;
+    for (struct exec *ex = first; ex != NULL; ex = ex->next) {
+        if (ex->state > EXEC_RUNNING)
+            continue;
+        if (now)
+            stop_clocks(ex);
+        else
+            run_clocks(ex);
+    }
+}
+
+static void start_timers(struct exec *ex)
+{
+    ex->timeout_left_ms = ex->timeout_ms;
+    if (!frozen)
+        run_clocks(ex);
 }
 
 /* ---- starting */

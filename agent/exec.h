@@ -70,6 +70,7 @@ struct exec {
     struct channel *stdin_owner;
     struct timer timeout, idle, hold, keep, retry;
     uint64_t timeout_ms, idle_ms, keep_ms, last_output_ms;
+    uint64_t timeout_left_ms; /* while frozen */
     enum exit_reason reason;
     int status; /* as wait gives it */
     struct rusage usage;
@@ -93,6 +94,7 @@ void exec_reader_gone(struct exec *ex); /* starts the time it is kept */
 uint64_t exec_count_running(void);
 uint64_t exec_count_total(void);
 unsigned exec_count_leaders(void); /* processes not reaped yet */
+void exec_frozen(bool now); /* paused: the clocks of timeouts stand still */
 void exec_signal_all(int sig);
 void exec_kill_all(enum exit_reason reason);
 /* Frees the output of ended execs until some memory was found; false when there was none. */

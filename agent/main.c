@@ -188,7 +188,7 @@ static void set_up(int argc, char **argv)
         die("PR_SET_CHILD_SUBREAPER");
     if (loop_init() < 0)
         die("epoll");
-    if (cgroup_init(a.cgroup_fd) < 0)
+    if (cgroup_init(a.cgroup_fd, exec_frozen) < 0)
         die("cgroup");
     if (a.container && net_loopback_up() < 0)
         dprintf(2, "dsec-agent: loopback: %s\n", strerror(errno)); /* a sandbox without it is still of use */

@@ -284,6 +284,23 @@ def test_a_reader_that_does_not_read_is_no_silence(client: AgentClient, name: st
     exec_.close()
 
 
+def test_a_pause_stops_the_clock(agent: AgentProcess, client: AgentClient, name: str):
+    assert agent.cgroup
+    freezer = agent.cgroup / "run/cgroup.freeze"
+    exec_ = client.start(["sleep", "60"], id=name, fields=[("TIMEOUT_MS", 500), ("IDLE_TIMEOUT_MS", 600)])
+    exec_.started()
+    freezer.write_text("1")
+    try:
+        time.sleep(1)
+        assert agent.processes_of(name)
+    finally:
+        freezer.write_text("0")
+    begun = time.monotonic()
+    exec_.wait(5)
+    assert ended(exec_) == (SIGNALLED, signal.SIGKILL, TIMEOUT)
+    assert time.monotonic() - begun > 0.2
+
+
 # ---- flow
 
 
