@@ -2,6 +2,7 @@
 """Images end to end: imported by the real worker, mounted by the kernel, compared with their source."""
 
 import asyncio
+import errno
 import gzip
 import hashlib
 import json
@@ -21,7 +22,7 @@ import pytest
 from dsecd.core.images import records
 from dsecd.core.images.store import ImageStore, Settings
 from dsecd.linux import mount, overlay
-from libdsec.errors import Conflict, InvalidSpec, NoCapacity
+from libdsec.errors import Conflict, InvalidSpec, NoCapacity, Refused
 from libdsec.types import ImageInfo, ImportRequest
 from tests.support import images
 from tests.support.images import resident_bytes
@@ -75,7 +76,8 @@ def test_access_lists_come_back(disk: Path) -> None:
     source.mkdir()
     (source / "file").write_text("x")
     # include/uapi/linux/posix_acl_xattr.h: version 2; owner rwx, user 1000 r, group r, mask r, others none.
-    entries = [(0x01, 7, 0xFFFFFFFF), (0x02, 4, 1000), (0x04, 4, 0xFFFFFFFF), (0x10, 4, 0xFFFFFFFF), (0x20, 0, 0xFFFFFFFF)]
+    no_id = 0xFFFFFFFF
+    entries = [(0x01, 7, no_id), (0x02, 4, 1000), (0x04, 4, no_id), (0x10, 4, no_id), (0x20, 0, no_id)]
     value = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
     os.setxattr(source / "file", "system.posix_acl_access", value)
     os.setxattr(source, "system.posix_acl_default", value)
@@ -197,6 +199,31 @@ def test_a_removal_killed_anywhere_is_finished_by_the_next_daemon(disk: Path) ->
         assert images.fingerprint(view) == images.fingerprint(first)
 
 
+def test_what_cannot_be_taken_back_now_is_taken_back_later(disk: Path) -> None:
+    """The undo of an import fails too: its staging area, which holds the manifest, has to stay until it works."""
+    source = disk / "source"
+    images.make_tree(source)
+    root = disk / "store"
+
+    def broken(point: str) -> None:
+        if point in ("import/objects/do/after", "import/record/undo/before"):
+            raise OSError(errno.EIO, "broken disk")
+
+    async def run() -> None:
+        with images.opened(root, checkpoint=broken) as (store, _):
+            await store.reconcile()
+            with pytest.raises(Refused, match="import .*broken disk"):
+                await store.import_image(ImportRequest(name="test", source=str(source)))
+            assert store.list() == ()
+        assert os.listdir(root / "images/staging") != []
+        with images.opened(root) as (store, _):
+            await store.reconcile()
+
+    asyncio.run(run())
+    assert images.residue(root) == []
+    assert not any(path.is_file() for path in (root / "images").rglob("*"))
+
+
 # --- archives of layers ------------------------------------------------------------------------------------------
 
 
@@ -309,6 +336,23 @@ def test_a_layer_that_is_not_what_its_digest_says_is_refused(disk: Path, bundles
     blob.write_bytes(gzip.compress(images.tar_bytes([file("etc/planted", b"x")])))
     with pytest.raises(InvalidSpec, match="digest is"):
         import_one(disk, source=bundles["layout"])
+    assert images.residue(disk) == []
+
+
+@pytest.mark.parametrize("source", [
+    "containers-storage:secret", "--help", "docker-daemon:x",
+])
+def test_only_known_places_are_pulled_from(disk: Path, source: str) -> None:
+    with pytest.raises(InvalidSpec, match="expected one of"):
+        import_one(disk, source=source, kind="registry")
+
+
+@pytest.mark.parametrize(("kind", "source"), [
+    ("directory", "relative"), ("auto", "relative"), ("auto", "/no/such"), ("rootfs-tar", "/dev"),
+])
+def test_a_source_that_is_not_there_is_an_error_of_the_request(disk: Path, kind: str, source: str) -> None:
+    with pytest.raises(InvalidSpec):
+        import_one(disk, source=source, kind=kind)
     assert images.residue(disk) == []
 
 

@@ -21,7 +21,7 @@ import secrets
 import shutil
 import sqlite3
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -118,7 +118,7 @@ class Publication:
             self.existing = True
             return
         if found is not None:
-            await finish_removal(self.db, self.places, self.digest)
+            await self.unrecord()
         await self.db.write(lambda db: records.begin(db, self.info, self.import_id))
         await count_in(self.db, self.digest, self.staging / worker.MANIFEST)
 
@@ -297,10 +297,11 @@ def clear_staging(directory: Path) -> None:
         log.warning("staging area could not be removed, left for later path=%s", directory)
 
 
-def clear_all_staging(places: Places) -> None:
-    """Remove every staging area and all trash of earlier daemons."""
+def clear_all_staging(places: Places, keep: Collection[str]) -> None:
+    """Remove every staging area and all trash of earlier daemons, but for the imports in `keep`."""
     for left in sorted(places.staging.iterdir()):
-        clear_staging(left)
+        if left.name not in keep:
+            clear_staging(left)
 
 
 def _try_lock(fd: int) -> bool:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from dsecd.backends.base import translated
 from dsecd.backends.plan import Checkpoint, Step, no_checkpoint, perform
-from dsecd.core.images import names, publish, records, worker
+from dsecd.core.images import names, publish, pull, records, worker
 from dsecd.core.images.mounts import LayerMounts
 from dsecd.core.images.tree import Limits
 from dsecd.linux import proc
@@ -92,8 +92,9 @@ class ImageStore:
         Nothing of it is visible before all of it is.  Raises InvalidSpec, NoCapacity, BackendFailed, Refused.
         """
         name = names.parse_name(request.name)
-        if request.kind not in ("registry", "auto") and not request.source.startswith("/"):
-            raise InvalidSpec(f"import {request.source!r}: expected an absolute path")
+        pulled = request.kind == "registry" or (request.kind == "auto" and request.source.startswith(pull.TRANSPORTS))
+        if not pulled and not request.source.startswith("/"):
+            raise InvalidSpec(f"import {request.source!r}: expected an absolute path or one of {pull.TRANSPORTS}")
         config = None if request.config is None else request.config.model_dump(mode="json")
         return await self._import(name, request.source, progress, {
             "source": request.source, "kind": request.kind, "reference": request.reference,

@@ -21,6 +21,7 @@ import os
 import posixpath
 import re
 import resource
+import stat
 import sys
 import tarfile
 import time
@@ -270,6 +271,8 @@ def _opened(path: str, progress: Progress) -> Iterator[tuple[ForwardReader, int]
         raise InvalidSpec(f"import {path!r}: {error.strerror}") from error
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, fd)
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise InvalidSpec(f"import {path!r}: it is a directory, not an archive")
         size = os.fstat(fd).st_size
         progress.start("read", size or None)
 
