@@ -434,6 +434,10 @@ class AsyncUpload:
 
     async def run(self, *, user: str | None, mode: int | None, parents: bool, exclusive: bool) -> t.FileInfo:
         """Do it. Raises as ``Client.put_file``."""
+        if parents and mode is not None:
+            # The request has one umask for both: none for the file's exact mode, the usual one for directories.
+            await self._make_parents(user)
+            parents = False
         offset = 0
         while True:
             try:
@@ -459,6 +463,12 @@ class AsyncUpload:
                     raise
                 await sleep(0.1)
             offset = await self._arrived(user)
+
+    async def _make_parents(self, user: str | None) -> None:
+        try:
+            await self._client.mkdir(self._sandbox, posixpath.dirname(self._path), parents=True, user=user)
+        except AlreadyExists:
+            pass
 
     async def _arrived(self, user: str | None) -> int:
         if self._part is None:

@@ -435,6 +435,10 @@ class Upload:
 
     def run(self, *, user: str | None, mode: int | None, parents: bool, exclusive: bool) -> t.FileInfo:
         """Do it. Raises as ``Client.put_file``."""
+        if parents and mode is not None:
+            # The request has one umask for both: none for the file's exact mode, the usual one for directories.
+            self._make_parents(user)
+            parents = False
         offset = 0
         while True:
             try:
@@ -460,6 +464,12 @@ class Upload:
                     raise
                 sleep(0.1)
             offset = self._arrived(user)
+
+    def _make_parents(self, user: str | None) -> None:
+        try:
+            self._client.mkdir(self._sandbox, posixpath.dirname(self._path), parents=True, user=user)
+        except AlreadyExists:
+            pass
 
     def _arrived(self, user: str | None) -> int:
         if self._part is None:

@@ -125,6 +125,15 @@ def test_read_and_write(sandbox: Sandbox, box: Box) -> None:
         sandbox.read("relative")
 
 
+def test_parents_get_the_usual_mode_whatever_the_files(sandbox: Sandbox, daemon: FakeDaemon, box: Box) -> None:
+    sandbox.write("/p/q/f", b"", mode=0o666, parents=True)
+    assert box.files["/p/q"]["mode"] == 0o755
+    assert box.files["/p/q/f"]["mode"] == 0o666
+    sandbox.write("/p/q/g", b"", parents=True)
+    (put,) = [arguments for name, arguments in daemon.seen if name == "put_file" and arguments["path"] == "/p/q/g"]
+    assert put["parents"] == "true"
+
+
 def test_other_file_calls(sandbox: Sandbox, box: Box) -> None:
     sandbox.mkdir("/d", mode=0o700, umask=0)
     for name in "abcde":

@@ -1,0 +1,386 @@
+# SPDX-License-Identifier: Apache-2.0
+"""libdsec and dsecctl with a real daemon and real sandboxes: bytes, files, restarts, terminals."""
+
+import asyncio
+import hashlib
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from libdsec import AsyncClient, AsyncSandbox, Client, Sandbox
+from libdsec.errors import ConnectionFailed, ExecNotStarted, ExecTimeout, InfraError, NotFound, SandboxLost
+from tests.support.daemon import Daemon
+from tests.support.rootfs import debian_tar
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+IMAGE = "debian:trixie"
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    with Daemon() as running:
+        with running.client() as client:
+            client.finish(client.image_import(IMAGE, str(debian_tar()), kind="rootfs-tar"))
+        yield running
+
+
+@pytest.fixture
+def client(daemon: Daemon) -> Iterator[Client]:
+    with daemon.client() as made:
+        yield made
+
+
+@pytest.fixture
+def sandbox(client: Client) -> Iterator[Sandbox]:
+    with Sandbox(image=IMAGE, client=client) as made:
+        yield made
+
+
+def sh(text: str) -> list[str]:
+    return ["sh", "-c", text]
+
+
+# --- commands ----------------------------------------------------------------------------------------------------
+
+
+def test_any_bytes_in_and_out(sandbox: Sandbox) -> None:
+    data = os.urandom(MIB)
+    assert sandbox.exec("cat", stdin=data).stdout == data
+
+
+def test_large_input_arrives_whole(sandbox: Sandbox) -> None:
+    data = os.urandom(MIB) * 100
+    result = sandbox.exec("sha256sum", stdin=data, check=True)
+    assert result.text.split()[0] == hashlib.sha256(data).hexdigest()
+    # The end of input is not the end of the command.
+    assert sandbox.exec(sh("sleep 0.2; exit 3"), stdin=b"").returncode == 3
+
+
+def test_timeout_keeps_the_output_and_is_told_from_a_signal(sandbox: Sandbox) -> None:
+    with pytest.raises(ExecTimeout) as caught:
+        sandbox.exec(sh("echo before; sleep 60"), timeout_s=0.5)
+    assert caught.value.stdout == b"before\n"
+    with pytest.raises(ExecTimeout) as caught:
+        sandbox.exec(sh("echo before; sleep 60"), idle_timeout_s=0.5)
+    assert caught.value.stdout == b"before\n"
+    with pytest.raises(ExecTimeout), sandbox.popen("sleep", "60", timeout_s=0.5) as stream:
+        stream.wait()
+    assert sandbox.exec(sh("kill -9 $$"), timeout_s=30).returncode == -9
+
+
+def test_what_cannot_start(sandbox: Sandbox) -> None:
+    for argv, options, reason in (
+        (["nonesuch"], {}, "not-found"),
+        (["/etc/passwd"], {}, "not-executable"),
+        (["true"], {"user": "nonesuch"}, "no-such-user"),
+        (["true"], {"cwd": "/nonesuch"}, "bad-cwd"),
+    ):
+        with pytest.raises(ExecNotStarted) as caught:
+            sandbox.exec(argv, **options)  # type: ignore[arg-type]
+        assert caught.value.details["reason"] == reason
+
+
+def test_stream_input_resize_and_signals(sandbox: Sandbox) -> None:
+    with sandbox.popen("cat", stdin=True) as stream:
+        stream.write(b"hello\n")
+        assert stream.read() == ("stdout", b"hello\n")
+        stream.close_stdin()
+        assert stream.wait(check=True).exit_code == 0
+    with sandbox.popen(sh("trap 'stty size' WINCH; echo on; while :; do sleep 0.05; done"), pty=True) as stream:
+        lines = stream.stdout
+        assert next(lines) == "on"
+        stream.resize(50, 132)
+        assert next(lines) == "50 132"
+        stream.signal(15)
+        assert stream.wait().signal == 15
+
+
+def test_output_of_any_size_comes_whole_through_a_slow_reader(sandbox: Sandbox) -> None:
+    wanted = hashlib.sha256(b"".join(b"%d\n" % number for number in range(1, 2_000_001))).hexdigest()
+    found = hashlib.sha256()
+    with sandbox.popen("seq", "2000000", buffer_bytes=64 * 1024) as stream:
+        for number, (_, data) in enumerate(stream):
+            found.update(data)
+            if number == 10:
+                time.sleep(0.5)
+    assert found.hexdigest() == wanted
+
+
+def test_leaving_a_stream_kills_the_command_and_detach_does_not(sandbox: Sandbox) -> None:
+    with sandbox.popen("sleep", "1001"):
+        pass
+    with sandbox.popen("sleep", "1002") as stream:
+        stream.detach()
+    commands = sandbox.exec(sh("cat /proc/[0-9]*/cmdline | tr '\\0' ' '")).text
+    assert "sleep 1001" not in commands
+    assert "sleep 1002" in commands
+
+
+def test_deleting_the_sandbox_ends_what_runs_with_an_infrastructure_error(client: Client) -> None:
+    with Sandbox(image=IMAGE, client=client) as doomed:
+        timer = threading.Timer(0.5, client.delete, (doomed.id,))
+        timer.start()
+        with pytest.raises((SandboxLost, NotFound, InfraError)):
+            doomed.exec("sleep", "60")
+        timer.join()
+
+
+# --- restarts ----------------------------------------------------------------------------------------------------
+
+
+def test_streams_and_buffered_commands_survive_sigkill_of_the_daemon(daemon: Daemon, sandbox: Sandbox) -> None:
+    results: list[bytes] = []
+    program = sh("i=0; while [ $i -lt 300 ]; do echo line $i; echo err $i >&2; i=$((i+1)); sleep 0.01; done; exit 5")
+    buffered = threading.Thread(target=lambda: results.append(sandbox.exec(program).stdout))
+    buffered.start()
+    out = {"stdout": b"", "stderr": b""}
+    with sandbox.popen(program) as stream:
+        restarts = 0
+        for name, data in stream:
+            out[name] += data
+            if restarts < 2 and len(out["stdout"]) > 800 * (restarts + 1):
+                restarts += 1
+                daemon.restart()
+        assert stream.wait().exit_code == 5
+    assert restarts == 2
+    assert out["stdout"] == b"".join(b"line %d\n" % number for number in range(300))
+    assert out["stderr"] == b"".join(b"err %d\n" % number for number in range(300))
+    buffered.join(60)
+    assert results == [out["stdout"]]
+
+
+def test_a_daemon_that_is_asked_to_stop_is_survived_too(daemon: Daemon, sandbox: Sandbox) -> None:
+    results: list[bytes] = []
+    program = sh("for i in 1 2 3 4 5 6; do echo $i; sleep 0.3; done")
+    buffered = threading.Thread(target=lambda: results.append(sandbox.exec(program).stdout))
+    buffered.start()
+    with sandbox.popen(program) as stream:
+        assert stream.read() == ("stdout", b"1\n")
+        daemon.stop()
+        daemon.start()
+        assert b"".join(data for _, data in stream) == b"2\n3\n4\n5\n6\n"
+    buffered.join(60)
+    assert results == [b"1\n2\n3\n4\n5\n6\n"]
+
+
+def test_creation_across_a_restart_makes_one_sandbox(daemon: Daemon, client: Client) -> None:
+    before = len(client.list_all())
+    made: list[Sandbox] = []
+    thread = threading.Thread(target=lambda: made.append(Sandbox(image=IMAGE, client=client).create()))
+    thread.start()
+    time.sleep(0.01)
+    daemon.restart()
+    thread.join(60)
+    assert made[0].exec("echo", "alive").text == "alive\n"
+    assert len(client.list_all()) == before + 1
+    made[0].delete()
+
+
+# --- files -------------------------------------------------------------------------------------------------------
+
+
+def test_large_and_sparse_files_both_ways(sandbox: Sandbox, disk: Path) -> None:
+    dense = os.urandom(MIB) * 40
+    (disk / "dense").write_bytes(dense)
+    with open(disk / "sparse", "wb") as file:
+        file.truncate(1 << 30)
+        file.seek(500 * MIB)
+        file.write(b"middle")
+    sandbox.put_file(disk / "dense", "/root/dense")
+    sandbox.put_file(disk / "sparse", "/root/sparse")
+    text = sandbox.exec("sha256sum", "/root/dense").text
+    assert text.split()[0] == hashlib.sha256(dense).hexdigest()
+    size, blocks = map(int, sandbox.exec("stat", "-c", "%s %b", "/root/sparse").text.split())
+    assert (size, blocks < 2 * MIB // 512) == (1 << 30, True)
+    sandbox.get_file("/root/dense", disk / "dense-back")
+    sandbox.get_file("/root/sparse", disk / "sparse-back")
+    assert (disk / "dense-back").read_bytes() == dense
+    assert subprocess.run(["cmp", disk / "sparse", disk / "sparse-back"], check=False).returncode == 0
+    assert (disk / "sparse-back").stat().st_blocks * 512 < 2 * MIB
+
+
+def test_transfers_survive_sigkill_of_the_daemon(daemon: Daemon, sandbox: Sandbox, disk: Path) -> None:
+    data = os.urandom(MIB) * 200
+    (disk / "f").write_bytes(data)
+    digest = hashlib.sha256(data).hexdigest()
+
+    def kill_soon() -> threading.Timer:
+        timer = threading.Timer(0.15, daemon.restart)
+        timer.start()
+        return timer
+
+    timer = kill_soon()
+    sandbox.put_file(disk / "f", "/root/f")
+    timer.join()
+    assert sandbox.exec("sha256sum", "/root/f").text.split()[0] == digest
+    assert sandbox.exec(sh("ls -A /root | grep dsec-")).text == ""
+    timer = kill_soon()
+    sandbox.get_file("/root/f", disk / "back")
+    timer.join()
+    assert hashlib.sha256((disk / "back").read_bytes()).hexdigest() == digest
+
+
+def test_trees_both_ways(sandbox: Sandbox, disk: Path) -> None:
+    top = disk / "top"
+    (top / "d" / "empty").mkdir(parents=True)
+    (top / "d" / "run").write_text("#!/bin/sh\n")
+    (top / "d" / "run").chmod(0o750)
+    (top / "inside").symlink_to("d/run")
+    (top / "outside").symlink_to("/etc/passwd")
+    os.mkfifo(top / "fifo")
+    report = sandbox.put(top, "/srv/tree")
+    assert report.skipped == [("fifo", "it is a fifo")]
+    listing = sandbox.exec(sh("cd /srv/tree && find . -printf '%y %m %p %l\\n' | sort"), check=True).text
+    assert [line.rstrip() for line in listing.splitlines()] == [
+        "d 755 .", "d 755 ./d", "d 755 ./d/empty", "f 750 ./d/run", "l 777 ./inside d/run",
+        "l 777 ./outside /etc/passwd",
+    ]  # fmt: skip
+    back = sandbox.fetch("/srv/tree", disk / "back")
+    assert back.skipped == [("outside", "symlink: it leads out of the tree, to '/etc/passwd'")]
+    assert sorted(str(path.relative_to(disk / "back")) for path in (disk / "back").rglob("*")) == [
+        "d", "d/empty", "d/run", "inside",
+    ]  # fmt: skip
+    assert os.readlink(disk / "back" / "inside") == "d/run"
+    assert (disk / "back" / "d" / "run").stat().st_mode & 0o777 == 0o750
+
+
+def test_files_belong_to_whom_they_were_put_for(sandbox: Sandbox) -> None:
+    sandbox.exec("chmod", "1777", "/srv", check=True)
+    sandbox.write("/srv/a/b/c", b"x", user="nobody", parents=True, mode=0o640)
+    text = sandbox.exec("stat", "-c", "%U %a", "/srv/a", "/srv/a/b", "/srv/a/b/c", check=True).text
+    assert text.split("\n")[:3] == ["nobody 755", "nobody 755", "nobody 640"]
+    assert [entry.name for entry in sandbox.list_dir("/srv/a/b")] == ["c"]
+
+
+# --- connections -------------------------------------------------------------------------------------------------
+
+
+def test_no_descriptor_is_left_behind(daemon: Daemon) -> None:
+    async def one(client: AsyncClient) -> None:
+        async with AsyncSandbox(image=IMAGE, client=client) as box:
+            assert (await box.exec("echo", "x")).ok
+            async with await box.popen("sleep", "60") as stream:
+                task = asyncio.create_task(stream.read())
+                await asyncio.sleep(0.05)
+                task.cancel()
+
+    async def main() -> tuple[int, int]:
+        before = len(os.listdir("/proc/self/fd"))
+        async with AsyncClient(daemon.socket) as client:
+            await asyncio.gather(*(one(client) for _ in range(20)))
+        await asyncio.sleep(0.05)
+        return before, len(os.listdir("/proc/self/fd"))
+
+    before, after = asyncio.run(main())
+    assert after <= before
+
+
+def test_a_client_without_retries_says_at_once_that_the_daemon_is_gone(daemon: Daemon) -> None:
+    with daemon.client(retry_s=0) as client:
+        client.version()
+        daemon.kill()
+        with pytest.raises(ConnectionFailed):
+            client.version()
+        daemon.start()
+        assert client.version().api == "v1"
+
+
+# --- dsecctl -----------------------------------------------------------------------------------------------------
+
+
+def dsecctl(daemon: Daemon, *words: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        [sys.executable, "-m", "dsecctl", *words], input=stdin, capture_output=True, check=False, cwd=CHECKOUT,
+        env={**os.environ, "DSEC_SOCKET": str(daemon.socket)},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "out", "err"),
+    [
+        (("--", "sh", "-c", "echo out; echo err >&2; exit 7"), 7, b"out\n", b"err\n"),
+        (("nonesuch",), 127, b"", b"dsecctl: "),
+        (("/etc/passwd",), 126, b"", b"dsecctl: "),
+        (("sh", "-c", "kill -TERM $$"), 143, b"", b""),
+    ],
+)
+def test_run_ends_with_the_commands_status(
+    daemon: Daemon, words: tuple[str, ...], status: int, out: bytes, err: bytes
+) -> None:
+    done = dsecctl(daemon, "run", IMAGE, *words)
+    assert (done.returncode, done.stdout) == (status, out)
+    assert done.stderr.startswith(err)
+    assert dsecctl(daemon, "ps", "-q").stdout == b""
+
+
+def test_run_with_options(daemon: Daemon) -> None:
+    done = dsecctl(daemon, "run", "--timeout", "0.5", IMAGE, "sh", "-c", "echo early; sleep 60")
+    assert (done.returncode, done.stdout) == (124, b"early\n")
+    done = dsecctl(daemon, "run", "-i", "-e", "A=b c", "-w", "/tmp", "-u", "nobody", IMAGE, "sh", "-c",
+                   "id -un; pwd; echo $A; cat", stdin=b"from stdin")  # fmt: skip
+    assert done.stdout == b"nobody\n/tmp\nb c\nfrom stdin"
+    done = dsecctl(daemon, "run", IMAGE, "--", "cat")
+    assert (done.returncode, done.stdout) == (0, b"")
+
+
+def test_a_sandbox_by_the_command_line(daemon: Daemon, tmp_path: Path) -> None:
+    assert dsecctl(daemon, "create", "--name", "web", IMAGE, "sh", "-c", "echo ready; sleep 600").stdout == b"web\n"
+    (tmp_path / "f").write_text("content")
+    assert dsecctl(daemon, "cp", str(tmp_path / "f"), "web:/srv/").returncode == 0
+    assert dsecctl(daemon, "exec", "web", "cat", "/srv/f").stdout == b"content"
+    assert dsecctl(daemon, "logs", "web").stdout == b"ready\n"
+    for words, status in (
+        (("pause", "web"), 0),
+        (("pause", "nonesuch"), 4),
+        (("exec", "nonesuch", "true"), 125),
+        (("resume", "web"), 0),
+        (("stop", "--grace", "0", "web"), 0),
+        (("exec", "web", "true"), 125),
+        (("start", "web"), 0),
+        (("exec", "web", "test", "-e", "/srv/f"), 0),
+        (("rm", "web"), 0),
+        (("inspect", "web"), 4),
+    ):
+        done = dsecctl(daemon, *words)
+        assert done.returncode == status, (words, done.stderr)
+
+
+def test_a_shell_on_a_terminal(daemon: Daemon) -> None:
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (33, 101))
+    before = termios.tcgetattr(theirs)
+    running = subprocess.Popen(
+        [sys.executable, "-m", "dsecctl", "run", "-it", IMAGE, "bash", "--norc"], cwd=CHECKOUT,
+        env={**os.environ, "DSEC_SOCKET": str(daemon.socket), "PS1": "$ "}, stdin=theirs, stdout=theirs, stderr=theirs,
+    )  # fmt: skip
+    try:
+        text = converse(ours, [(rb"# $", b"stty size; tty\r"), (rb"33 101\r\n/dev/pts/\d+\r\n.*# $", b"exit 9\r")])
+        assert running.wait(30) == 9, text
+        assert termios.tcgetattr(theirs) == before
+    finally:
+        running.kill()
+        running.wait()
+        os.close(ours)
+        os.close(theirs)
+
+
+def converse(terminal: int, steps: list[tuple[bytes, bytes]]) -> bytes:
+    """Wait for each pattern, then type."""
+    text = b""
+    for pattern, answer in steps:
+        while not re.search(pattern, text, re.DOTALL):
+            assert select.select([terminal], [], [], 30)[0], text
+            text += os.read(terminal, 4096)
+        os.write(terminal, answer)
+    return text
