@@ -362,6 +362,7 @@ def test_upload_and_download(agent: Agent, tmp_path: Path) -> None:
                 content[offset : offset + len(piece)] = piece
                 sent += len(piece)
         assert content == path.read_bytes()
+        assert reader.end == 6_000_000
         assert sent < 6_000_000  # holes are not sent
         async with link.get_file(str(path), offset=10, length=20) as reader:
             assert b"".join([piece async for _, piece in reader]) == data[10:30]

@@ -183,8 +183,10 @@ def test_download_gives_extents_and_credit() -> None:
         assert pieces == [(5, b"a" * 1500), (4000, b"b" * 500)]
         credit = await agent.receive(CREDIT)
         assert (credit.number(TAG["stream"]), credit.number(TAG["bytes"])) == (0, 1500)
-        await agent.send(OK, frame.channel)
+        assert reader.end is None
+        await agent.send(OK, frame.channel, fields(end=5005))
         assert [piece async for piece in reader] == []
+        assert reader.end == 5005
         await reader.aclose()
         assert await agent.quiet() or (await agent.receive()).kind == CREDIT
 
@@ -226,11 +228,16 @@ def test_violations_of_a_download(said: list[bytes]) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "payload"),
-    [(INFO, file_fields()), (READY, fields(offset=0, credit=1)), (CREDIT, fields(stream=0, bytes=1))],
+    [
+        (INFO, file_fields()),
+        (READY, fields(offset=0, credit=1)),
+        (CREDIT, fields(stream=0, bytes=1)),
+        (OK, fields(end=4)),
+    ],
 )
 def test_frames_with_no_place_in_a_download(kind: int, payload: bytes) -> None:
     async def story(agent: FakeAgent, link: AgentLink) -> None:
-        reader = link.get_file("/f")
+        reader = link.get_file("/f", offset=5)
         task = asyncio.ensure_future(reader.open())
         frame = await agent.receive(FILE_GET)
         await agent.send(INFO, frame.channel, file_fields())

@@ -47,12 +47,15 @@ class FileReader(Channel):
         "_stop",
         "_waiter",
         "_window",
+        "end",
         "info",
     )
 
     def __init__(self, conn: Connection, payload: bytes, offset: int, length: int, window: int) -> None:
         super().__init__(conn)
         self.info: FileInfo | None = None
+        # The offset that was reached, once all was read: less than asked for when the file shrank meanwhile.
+        self.end: int | None = None
         self._payload = payload + u64(Tag.CREDIT, window)
         self._window = Window(conn, STDIN, window)
         self._position = offset
@@ -74,6 +77,10 @@ class FileReader(Channel):
         elif kind == Type.DATA:
             self._data(payload)
         elif kind == Type.OK:
+            end = Fields(payload).u64(Tag.END, MAX_OFFSET, self._position)
+            if end < self._position:
+                raise Violation("a file that ends before its data")
+            self.end = end
             self._end(None)
             return True
         else:
