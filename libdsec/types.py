@@ -26,6 +26,7 @@ from pydantic import (
 )
 
 MIB = 1 << 20
+INT64_MAX = (1 << 63) - 1
 
 ID_PATTERN = r"^[a-z0-9][a-z0-9.-]{0,62}$"
 EXEC_ID_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"
@@ -40,6 +41,7 @@ Label = Annotated[str, StringConstraints(max_length=128)]
 EnvName = Annotated[str, StringConstraints(pattern=r"^[^=\x00]{1,4096}$")]
 EnvValue = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$", max_length=131072)]
 Arg = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$", max_length=131072)]
+User = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$", max_length=128)]
 GuestPath = Annotated[str, StringConstraints(pattern=r"^/[^\x00]*$", max_length=4096)]
 
 
@@ -106,7 +108,7 @@ class SandboxSpec(Model):
         None, min_length=1, max_length=4096, description="started as exec 'main' on create and start"
     )
     env: dict[EnvName, EnvValue] = Field(default_factory=dict, max_length=4096)
-    user: str | None = Field(None, max_length=128, description="default: the image's, else root")
+    user: User | None = Field(None, description="default: the image's, else root")
     workdir: GuestPath | None = Field(None, description="default: the image's, else the user's home")
     hostname: str | None = Field(None, pattern=r"^[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?$")
     readonly_root: bool = False
@@ -199,8 +201,8 @@ class UpdateRequest(Model):
 class Rlimit(Model):
     """One resource limit, see prlimit(2); -1 is unlimited."""
 
-    soft: int = Field(ge=-1)
-    hard: int = Field(ge=-1)
+    soft: int = Field(ge=-1, le=INT64_MAX)
+    hard: int = Field(ge=-1, le=INT64_MAX)
 
 
 RlimitName = Literal[
@@ -216,7 +218,7 @@ class ExecRequest(Model):
     exec_id: ExecId | None = Field(None, description="made by the client or the daemon; unique in the sandbox")
     env: dict[EnvName, EnvValue] = Field(default_factory=dict, max_length=4096)
     cwd: GuestPath | None = None
-    user: str | None = Field(None, max_length=128, description="name or uid, optionally :group")
+    user: User | None = Field(None, description="name or uid, optionally :group")
     stdin: Bytes | None = Field(None, description="whole input of a buffered exec")
     pty: bool = False
     rows: int = Field(24, ge=1, le=65535)
@@ -314,8 +316,8 @@ class StreamStart(Model):
     start: ExecRequest | None = None
     stdin: bool = Field(False, description="the client will send stdin")
     attach: ExecId | None = None
-    stdout_offset: int = Field(0, ge=0)
-    stderr_offset: int = Field(0, ge=0)
+    stdout_offset: int = Field(0, ge=0, le=INT64_MAX)
+    stderr_offset: int = Field(0, ge=0, le=INT64_MAX)
 
 
 # --- files -------------------------------------------------------------------------------------------------------
@@ -345,13 +347,13 @@ class MkdirRequest(Model):
     mode: int = Field(0o777, ge=0, le=0o7777)
     umask: int = Field(0o022, ge=0, le=0o777)
     parents: bool = False
-    user: str | None = Field(None, max_length=128)
+    user: User | None = Field(None)
 
 
 class RenameRequest(Model):
     path: GuestPath
     target: GuestPath
-    user: str | None = Field(None, max_length=128)
+    user: User | None = Field(None)
 
 
 # --- images ------------------------------------------------------------------------------------------------------

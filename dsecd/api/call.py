@@ -24,7 +24,7 @@ from dsecd.core.principal import Principal
 from dsecd.core.services import Core
 from libdsec.errors import InvalidSpec, TooLarge
 from libdsec.routes import Query, Route
-from libdsec.types import EXEC_ID_PATTERN, ID_PATTERN
+from libdsec.types import EXEC_ID_PATTERN, ID_PATTERN, INT64_MAX
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -141,6 +141,8 @@ def read_query(raw: str, specs: Sequence[Query]) -> tuple[dict[str, Any], list[d
 
 
 def _read(text: str, spec: Query) -> str | int | float | bool:
+    if "\0" in text:
+        raise ValueError("must not contain a NUL byte")
     if spec.choices and text not in spec.choices:
         raise ValueError(f"must be one of {', '.join(spec.choices)}, got {text[:40]!r}")
     if spec.kind in ("str", "list"):
@@ -157,9 +159,10 @@ def _read(text: str, spec: Query) -> str | int | float | bool:
     else:
         value = _real(text)
     if spec.minimum is not None and value < spec.minimum:
-        raise ValueError(f"must be at least {spec.minimum:g}, got {value}")
-    if spec.maximum is not None and value > spec.maximum:
-        raise ValueError(f"must be at most {spec.maximum:g}, got {value}")
+        raise ValueError(f"must be at least {spec.minimum}, got {value}")
+    maximum = INT64_MAX if spec.maximum is None else spec.maximum
+    if value > maximum:
+        raise ValueError(f"must be at most {maximum}, got {value}")
     return value
 
 

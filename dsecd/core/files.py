@@ -126,7 +126,7 @@ class Files:
         self, principal: Principal, sandbox_id: str, path: str, user: str | None, cursor: str | None, limit: int
     ) -> FileList:
         link, user = self._link(principal, sandbox_id, "list a directory of", path, user)
-        if cursor is not None and not cursor.isdecimal():
+        if cursor is not None and not (cursor.isascii() and cursor.isdecimal() and int(cursor) < 1 << 64):
             raise errors.InvalidSpec(f"list '{path}' of '{sandbox_id}': cursor '{cursor}' is not one this call gave")
         with translate.files(f"list '{path}' of '{sandbox_id}'"):
             entries, following = await link.list_dir(path, user, int(cursor or 0), limit)
@@ -168,8 +168,10 @@ def _name(path: str) -> str:
 
 
 def _info(info: AgentFileInfo, name: str) -> FileInfo:
+    # A name that is no UTF-8 has no form in JSON: it is shown with replacements, as in a listing.
+    shown = name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     return FileInfo(
-        name=name, type=_TYPES.get(stat_module.S_IFMT(info.mode), "unknown"), mode=stat_module.S_IMODE(info.mode),
+        name=shown, type=_TYPES.get(stat_module.S_IFMT(info.mode), "unknown"), mode=stat_module.S_IMODE(info.mode),
         uid=info.uid, gid=info.gid, size_bytes=info.size, mtime_ns=info.mtime_ns, nlink=info.nlink,
         target=None if info.target is None else info.target.decode("utf-8", "replace"),
     )  # fmt: skip
