@@ -5,16 +5,16 @@ Here: fetching three source distributions and what their tests need from the Pyt
 them. Not here: anything about dsec itself.
 """
 
+import os
 import shutil
 import subprocess
-import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
 from libdsec import Sandbox
 
-#: name, version, directory of its tests, arguments for pytest
+#: Name and version.
 PROJECTS = (
     ("click", "8.1.8"),
     ("jinja2", "3.1.6"),
@@ -22,12 +22,14 @@ PROJECTS = (
 )
 #: What the suites import; each project itself is imported from its workspace.
 TOOLKIT = ("pytest==8.3.5", "markupsafe==3.0.2", "freezegun==1.5.1", "trio==0.29.0")
+NOBODY = 65534
 PLACE = Path("/var/tmp/demo")
 CACHE = Path("/var/cache/dsec-build/demo")
 
 
 def _pip(*words: str) -> None:
-    subprocess.run([sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", *words], check=True)
+    pip = Path(os.environ["DSEC_DEV_TOOLS"]) / "bin" / "pip"
+    subprocess.run([pip, "--disable-pip-version-check", "--quiet", *words], check=True)
 
 
 def _fetch_source(name: str, version: str) -> Path:
@@ -35,11 +37,14 @@ def _fetch_source(name: str, version: str) -> Path:
     archives = CACHE / "sources"
     found = list(archives.glob(f"{name}-{version}.tar.gz"))
     if not found:
-        _pip("download", "--no-deps", "--no-binary=:all:", f"--dest={archives}", f"{name}=={version}")
+        _pip("download", "--no-deps", f"--no-binary={name}", f"--dest={archives}", f"{name}=={version}")
         found = list(archives.glob(f"{name}-{version}.tar.gz"))
     target = PLACE / name
     with tarfile.open(found[0]) as archive:
         archive.extractall(target, filter="data")
+    # The workspace belongs to who works in it: the suites write beside their sources.
+    for path in (target, *target.rglob("*")):
+        os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
     return next(target.iterdir())
 
 
@@ -62,7 +67,7 @@ def run(
     (CACHE / "sources").mkdir(parents=True, exist_ok=True)
     say("A real workload: the test suites of three projects from the Python index. The toolkit (pytest) is one image,")
     print("          each project's source is a workspace image, and both are stacked on the Debian base at creation:")
-    cli("image", "import", str(_make_toolkit()), "pytest:8", "--prefix", "/opt/pytest", "--env", "PYTHONPATH=/opt/pytest")
+    cli("image", "import", str(_make_toolkit()), "pytest:8", "--prefix", "/opt/pytest")
     for name, version in PROJECTS:
         source = _fetch_source(name, version)
         cli("image", "import", str(source), f"{name}:{version}", "--prefix", "/workspace")
