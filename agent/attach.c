@@ -2,7 +2,7 @@
 /* Readers: channels that follow an exec. */
 #include "exec.h"
 
-#include <string.h>
+#include <errno.h>
 
 #define HOLD_MS 10000
 
@@ -141,9 +141,8 @@ static struct channel *open_channel(struct reader *rd, struct exec *ex, struct c
     return channel_open(&rd->channel, conn, channel, &reader_ops) ? &rd->channel : NULL;
 }
 
-static void begin_reading(struct exec *ex, struct output *out, uint64_t offset, uint64_t credit)
+static void begin_reading(struct output *out, uint64_t offset, uint64_t credit)
 {
-    (void)ex;
     if (offset < out->ring.start)
         offset = out->ring.start;
     out->sent = offset < out->ring.end ? offset : out->ring.end;
@@ -158,7 +157,7 @@ bool reader_open(struct exec *ex, struct conn *conn, uint32_t channel, bool outp
     (output ? &ex->reader : &ex->waiter)->starter = true;
     ex->stdin_owner = c;
     for (int i = 0; output && i < 2; i++)
-        begin_reading(ex, &ex->out[i], 0, credit);
+        begin_reading(&ex->out[i], 0, credit);
     return true;
 }
 
@@ -166,7 +165,8 @@ void reader_attach(struct exec *ex, struct conn *conn, uint32_t channel, const s
 {
     struct channel *c = open_channel(&ex->reader, ex, conn, channel, true);
     if (c == NULL) {
-        reply_error(conn, channel, "busy", 0, "too many channels");
+        reply_error(conn, channel, "busy", EAGAIN, "too many channels");
+        output_resume(ex); /* nobody reads now */
         return;
     }
     timer_stop(&ex->hold);
@@ -174,8 +174,8 @@ void reader_attach(struct exec *ex, struct conn *conn, uint32_t channel, const s
     ex->held = false;
     ex->stdin_owner = c;
     ex->in.owed = 0;
-    begin_reading(ex, &ex->out[0], request_num(r, F_OFFSET_OUT, 0), request_num(r, F_CREDIT, 0));
-    begin_reading(ex, &ex->out[1], request_num(r, F_OFFSET_ERR, 0), request_num(r, F_CREDIT, 0));
+    begin_reading(&ex->out[0], request_num(r, F_OFFSET_OUT, 0), request_num(r, F_CREDIT, 0));
+    begin_reading(&ex->out[1], request_num(r, F_OFFSET_ERR, 0), request_num(r, F_CREDIT, 0));
     struct buf *b = conn_queue(conn);
     size_t begun = frame_begin(b, T_ATTACHED, channel);
     put_u64(b, F_RUNNING, ex->state < EXEC_DRAINING);

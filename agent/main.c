@@ -18,6 +18,7 @@
 #include <sys/reboot.h>
 #include <sys/resource.h>
 #include <sys/signalfd.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -152,6 +153,20 @@ static void open_null(void)
     spawn_config.null_fd = fd;
 }
 
+/* Whatever else was handed over (the program's own file, say) is not ours to keep. */
+static void close_strays(const struct arguments *a)
+{
+    unsigned low = (unsigned)(a->listen_fd < a->cgroup_fd ? a->listen_fd : a->cgroup_fd);
+    unsigned high = (unsigned)(a->listen_fd < a->cgroup_fd ? a->cgroup_fd : a->listen_fd);
+    if (a->cgroup_fd < 0)
+        low = high;
+    if (low > 3)
+        (void)syscall(SYS_close_range, 3u, low - 1, 0);
+    if (high > low + 1)
+        (void)syscall(SYS_close_range, low + 1, high - 1, 0);
+    (void)syscall(SYS_close_range, high + 1, ~0u, 0);
+}
+
 static void raise_file_limit(void)
 {
     struct rlimit limit;
@@ -180,6 +195,7 @@ static void set_up(int argc, char **argv)
     if (prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) < 0)
         die("PR_SET_DUMPABLE");
     struct arguments a = parse(argc, argv);
+    close_strays(&a);
     open_null();
     raise_file_limit();
     spawn_config.container = a.container;
