@@ -159,6 +159,13 @@ def test_field_that_comes_twice_is_refused() -> None:
         Fields(fake_agent.fields(pid=1) * 2)
 
 
+@pytest.mark.parametrize("short", range(1, 15))
+def test_field_that_is_cut_short_is_refused(short: int) -> None:
+    """Also one whose value has no fixed size, and would pass as a shorter one."""
+    with pytest.raises(Violation):
+        Fields(fake_agent.fields(message=b"a message")[:-short])
+
+
 def test_unknown_tags_are_skipped() -> None:
     assert Fields(fake_agent.field(999, b"?") + fake_agent.fields(pid=4)).u64(Tag.PID) == 4
 
