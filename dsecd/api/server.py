@@ -109,6 +109,8 @@ class Connection(RequestHandler):
         message: str | None = None,
     ) -> web.StreamResponse:
         """What is not HTTP, in the same form as every other error."""
+        if isinstance(exc, ConnectionError):
+            raise exc  # nobody to answer to, or half an answer is out: aiohttp closes the connection
         request_id = self._owner.dispatcher.new_request_id()
         if status >= 500:
             log.error("request failed request=%s", request_id, exc_info=exc)
