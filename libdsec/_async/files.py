@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The two routes that carry file contents.
 
-Here: bodies as streams of bytes or extents. Not here: local files and resuming (``tree.py``).
+Here: bodies as streams of bytes or extents. Not here: local files and resuming (``contents.py``).
 """
 
 from __future__ import annotations

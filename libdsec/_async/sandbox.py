@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The comfortable form: a sandbox as an object that is deleted when its block ends.
 
-Here: life and commands. Not here: files (``tree.py``), streams (``stream.py``), single calls (``calls.py``).
+Here: life and commands. Not here: files (``contents.py``, ``tree.py``), streams (``stream.py``).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 # Made by tools/unasync.py from libdsec/_async; edit that.
 """The two routes that carry file contents.
 
-Here: bodies as streams of bytes or extents. Not here: local files and resuming (``tree.py``).
+Here: bodies as streams of bytes or extents. Not here: local files and resuming (``contents.py``).
 """
 
 from __future__ import annotations

@@ -41,13 +41,8 @@ from libdsec.options import settle
 TAIL_BYTES = 64 * 1024
 
 
-class ExecStream:
-    """A command whose output is read as it comes: ``for name, data in stream``.
-
-    Every byte is handed out exactly once, in order within its stream, or InfraError is raised. When the connection
-    breaks, the stream attaches again by itself for up to ``reconnect_s``. Leaving a ``with`` block kills a command that
-    still runs; ``detach()`` lets it go on. Reading and writing may happen in two threads or tasks.
-    """
+class Link:
+    """The connection to one command: opened, and opened again where it broke."""
 
     def __init__(
         self,
@@ -79,7 +74,12 @@ class ExecStream:
         self._stdin_sent = self._stdin_accepted = 0
         self._trouble_since: float | None = None
 
-    # --- opening -----------------------------------------------------------------------------------------------
+    @property
+    def info(self) -> t.ExecInfo:
+        """What is known of the command; final once ``ended``."""
+        if self._info is None:
+            raise WrongState(f"exec in '{self.sandbox}': it is not started yet")
+        return self._info
 
     def open(self) -> Self:
         """Start the command, or attach. Raises ExecNotStarted, NotFound, WrongState, ConnectionFailed."""
@@ -170,14 +170,25 @@ class ExecStream:
         if socket is not None:
             socket.close()
 
-    # --- reading -----------------------------------------------------------------------------------------------
+    def _send(self, message: bytes) -> None:
+        while not self._over:
+            socket, generation = self._socket, self._generation
+            if socket is None:
+                raise WrongState(f"write to {self._what}: the stream is closed")
+            try:
+                socket.send(message)
+                return
+            except ConnectionFailed as exc:
+                self._again(generation, exc)
 
-    @property
-    def info(self) -> t.ExecInfo:
-        """What is known of the command; final once ``ended``."""
-        if self._info is None:
-            raise WrongState(f"exec in '{self.sandbox}': it is not started yet")
-        return self._info
+
+class ExecStream(Link):
+    """A command whose output is read as it comes: ``for name, data in stream``.
+
+    Every byte is handed out exactly once, in order within its stream, or InfraError is raised. When the connection
+    breaks, the stream attaches again by itself for up to ``reconnect_s``. Leaving a ``with`` block kills a command that
+    still runs; ``detach()`` lets it go on. Reading and writing may happen in two threads or tasks.
+    """
 
     @property
     def ended(self) -> bool:
@@ -303,17 +314,6 @@ class ExecStream:
     def signal(self, signal: int, *, tree: bool = False) -> None:
         """Send a signal; ``tree`` (only SIGKILL) reaches every process of the exec. Has arrived on return."""
         self._client.exec_signal(self.sandbox, self.exec_id, signal, tree=tree)
-
-    def _send(self, message: bytes) -> None:
-        while not self._over:
-            socket, generation = self._socket, self._generation
-            if socket is None:
-                raise WrongState(f"write to {self._what}: the stream is closed")
-            try:
-                socket.send(message)
-                return
-            except ConnectionFailed as exc:
-                self._again(generation, exc)
 
     # --- ending ------------------------------------------------------------------------------------------------
 

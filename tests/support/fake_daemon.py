@@ -70,16 +70,11 @@ class Exec:
     oldest: int = 0
 
     def info(self) -> dict[str, Any]:
-        return {
-            "exec_id": self.request.exec_id,
-            "pid": 7,
-            "running": self.running,
-            "exit_code": None if self.running else self.exit_code,
-            "signal": None if self.running else self.signal,
-            "reason": None if self.running else self.reason,
-            "stdout_bytes": len(self.stdout),
-            "stderr_bytes": len(self.stderr),
-        }
+        ended = {"exit_code": self.exit_code, "signal": self.signal, "reason": self.reason}
+        sizes = {"stdout_bytes": len(self.stdout), "stderr_bytes": len(self.stderr)}
+        return {"exec_id": self.request.exec_id, "pid": 7, "running": self.running, **sizes} | (
+            {} if self.running else ended
+        )
 
     def end(self, code: int | None = 0, signal: int | None = None) -> None:
         self.running, self.exit_code, self.signal = False, code, signal
@@ -144,16 +139,10 @@ class Box:
     parts: dict[str, bytearray] = field(default_factory=dict)
 
 
-class FakeDaemon:
-    """``with FakeDaemon() as daemon``: listens on ``daemon.socket`` until the block ends.
-
-    ``faults[route]`` is a list of what happens to its next requests: ``"lose"`` drops one unread, ``"cut"`` does it and
-    drops the answer, an exception is the answer, None is no fault.
-    """
+class _State:
+    """What the daemon knows and the faults it is to make."""
 
     def __init__(self) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="dsec-fake-"))
-        self.socket = str(self.folder / "s")
         self.boxes: dict[str, Box] = {}
         self.keys: dict[str, tuple[t.CreateRequest, str]] = {}
         self.faults: defaultdict[str, list[str | DsecError | None]] = defaultdict(list)
@@ -167,77 +156,6 @@ class FakeDaemon:
         self.images: list[t.ImageInfo] = [IMAGE]
         self.events: list[t.Event] = []
         self.connections = 0
-        self._loop = asyncio.new_event_loop()
-        self._runner: web.AppRunner | None = None
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-
-    # --- running -----------------------------------------------------------------------------------------------
-
-    def __enter__(self) -> FakeDaemon:
-        self._thread.start()
-        self.up()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.down()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-        shutil.rmtree(self.folder)
-
-    def on_loop(self, function: Callable[[], Any]) -> Any:
-        """Call something in the daemon's own thread."""
-
-        async def call() -> Any:
-            return function()
-
-        return asyncio.run_coroutine_threadsafe(call(), self._loop).result()
-
-    def up(self) -> None:
-        """Listen."""
-        asyncio.run_coroutine_threadsafe(self._up(), self._loop).result()
-
-    def down(self) -> None:
-        """Stop listening and drop every connection; what it knows stays."""
-        asyncio.run_coroutine_threadsafe(self._down(), self._loop).result()
-
-    async def _up(self) -> None:
-        app = web.Application(client_max_size=1 << 30)
-        for route in ROUTES:
-            method = "GET" if route.method == "WS" else route.method
-            app.router.add_route(method, route.path, self._handler(route))
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.05)
-        await self._runner.setup()
-        await web.UnixSite(self._runner, self.socket).start()
-
-    async def _down(self) -> None:
-        runner, self._runner = self._runner, None
-        if runner is not None:
-            await runner.cleanup()
-            await asyncio.to_thread(Path(self.socket).unlink, missing_ok=True)
-
-    def _handler(self, route: Route) -> Callable[[web.Request], Any]:
-        async def handle(request: web.Request) -> web.StreamResponse:
-            fault = self.faults[route.name].pop(0) if self.faults[route.name] else None
-            self.seen.append((route.name, {**request.match_info, **request.query}))
-            if fault == "lose":
-                return self._break(request)
-            try:
-                if isinstance(fault, DsecError):
-                    raise fault
-                answer = await getattr(self, f"on_{route.name}")(request)
-            except DsecError as exc:
-                return web.json_response(exc.to_wire(), status=exc.http_status)
-            if fault == "cut":
-                return self._break(request)
-            if isinstance(answer, web.StreamResponse):
-                return answer
-            text = answer.model_dump_json() if isinstance(answer, BaseModel) else json.dumps(answer)
-            return web.Response(text=text, status=route.status, content_type="application/json")
-
-        return handle
 
     @staticmethod
     def _break(request: web.Request) -> web.Response:
@@ -251,7 +169,15 @@ class FakeDaemon:
             raise NotFound(f"look up '{id}': no such sandbox")
         return self.boxes[id]
 
-    # --- host, operations, events ------------------------------------------------------------------------------
+    def _operation(self, id: str, state: t.OperationState, result: Any = None) -> t.Operation:
+        return t.Operation(
+            id=id, kind="image-import", state=state, owner_uid=0, created_at=NOW, result=result,
+            progress={"phase": "reading", "bytes_done": 50, "bytes_total": 100, "entries": 3},
+        )  # fmt: skip
+
+
+class _Host(_State):
+    """Routes about host, operations, events."""
 
     async def on_openapi(self, request: web.Request) -> dict[str, Any]:
         return {"openapi": "3.1.0"}
@@ -279,12 +205,6 @@ class FakeDaemon:
                 t.Finding(check="residue", ok=False, detail="1 stray mount", hint="restart dsecd"),
             )
         )
-
-    def _operation(self, id: str, state: t.OperationState, result: Any = None) -> t.Operation:
-        return t.Operation(
-            id=id, kind="image-import", state=state, owner_uid=0, created_at=NOW, result=result,
-            progress={"phase": "reading", "bytes_done": 50, "bytes_total": 100, "entries": 3},
-        )  # fmt: skip
 
     async def on_operations(self, request: web.Request) -> t.OperationList:
         return t.OperationList(operations=(self._operation("op1", t.OperationState.DONE),))
@@ -318,7 +238,9 @@ class FakeDaemon:
         await socket.close()
         return socket
 
-    # --- sandboxes ---------------------------------------------------------------------------------------------
+
+class _Sandboxes(_State):
+    """Routes about sandboxes."""
 
     async def on_create(self, request: web.Request) -> t.Sandbox:
         return self.make(t.CreateRequest.model_validate_json(await request.read()))
@@ -402,7 +324,9 @@ class FakeDaemon:
             raise TimedOut(f"wait for '{box.info.id}': it is {box.info.state}")
         return box.info
 
-    # --- execs -------------------------------------------------------------------------------------------------
+
+class _Execs(_State):
+    """Routes about execs."""
 
     def _exec(self, request: web.Request) -> Exec:
         execs, exec_id = self._box(request).execs, request.match_info["exec_id"]
@@ -546,7 +470,9 @@ class FakeDaemon:
                 return
             await command.changed.wait()
 
-    # --- files -------------------------------------------------------------------------------------------------
+
+class _Files(_State):
+    """Routes about files."""
 
     def _file(self, request: web.Request) -> tuple[str, dict[str, Any]]:
         files, path = self._box(request).files, request.query["path"]
@@ -558,15 +484,10 @@ class FakeDaemon:
     @staticmethod
     def _stat(path: str, entry: dict[str, Any]) -> t.FileInfo:
         return t.FileInfo(
-            name=entry.get("name", path.rsplit("/", 1)[1]),
-            type=entry["type"],
-            mode=entry.get("mode", 0o644),
-            uid=0,
-            gid=0,
-            size_bytes=entry.get("size", len(entry.get("data", b""))),
-            mtime_ns=entry.get("mtime_ns", 1_700_000_000_000_000_000),
-            target=entry.get("target"),
-        )
+            name=entry.get("name", path.rsplit("/", 1)[1]), type=entry["type"], mode=entry.get("mode", 0o644),
+            uid=0, gid=0, size_bytes=entry.get("size", len(entry.get("data", b""))),
+            mtime_ns=entry.get("mtime_ns", 1_700_000_000_000_000_000), target=entry.get("target"),
+        )  # fmt: skip
 
     async def on_stat(self, request: web.Request) -> t.FileInfo:
         return self._stat(*self._file(request))
@@ -663,7 +584,9 @@ class FakeDaemon:
         await response.write_eof()
         return response
 
-    # --- images ------------------------------------------------------------------------------------------------
+
+class _Images(_State):
+    """Routes about images."""
 
     async def on_images(self, request: web.Request) -> t.ImageList:
         return t.ImageList(images=tuple(self.images))
@@ -688,6 +611,87 @@ class FakeDaemon:
     async def on_image_remove(self, request: web.Request) -> dict[str, Any]:
         return {}
 
+
+class FakeDaemon(_Host, _Sandboxes, _Execs, _Files, _Images):
+    """``with FakeDaemon() as daemon``: listens on ``daemon.socket`` until the block ends.
+
+    ``faults[route]`` is a list of what happens to its next requests: ``"lose"`` drops one unread, ``"cut"`` does it and
+    drops the answer, an exception is the answer, None is no fault.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp(prefix="dsec-fake-"))
+        self.socket = str(self.folder / "s")
+        self._loop = asyncio.new_event_loop()
+        self._runner: web.AppRunner | None = None
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+
+    def __enter__(self) -> FakeDaemon:
+        self._thread.start()
+        self.up()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.down()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        shutil.rmtree(self.folder)
+
+    def on_loop(self, function: Callable[[], Any]) -> Any:
+        """Call something in the daemon's own thread."""
+
+        async def call() -> Any:
+            return function()
+
+        return asyncio.run_coroutine_threadsafe(call(), self._loop).result()
+
+    def up(self) -> None:
+        """Listen."""
+        asyncio.run_coroutine_threadsafe(self._up(), self._loop).result()
+
+    def down(self) -> None:
+        """Stop listening and drop every connection; what it knows stays."""
+        asyncio.run_coroutine_threadsafe(self._down(), self._loop).result()
+
+    async def _up(self) -> None:
+        app = web.Application(client_max_size=1 << 30)
+        for route in ROUTES:
+            method = "GET" if route.method == "WS" else route.method
+            app.router.add_route(method, route.path, self._handler(route))
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.05)
+        await self._runner.setup()
+        await web.UnixSite(self._runner, self.socket).start()
+
+    async def _down(self) -> None:
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            await runner.cleanup()
+            await asyncio.to_thread(Path(self.socket).unlink, missing_ok=True)
+
+    def _handler(self, route: Route) -> Callable[[web.Request], Any]:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            fault = self.faults[route.name].pop(0) if self.faults[route.name] else None
+            self.seen.append((route.name, {**request.match_info, **request.query}))
+            if fault == "lose":
+                return self._break(request)
+            try:
+                if isinstance(fault, DsecError):
+                    raise fault
+                answer = await getattr(self, f"on_{route.name}")(request)
+            except DsecError as exc:
+                return web.json_response(exc.to_wire(), status=exc.http_status)
+            if fault == "cut":
+                return self._break(request)
+            if isinstance(answer, web.StreamResponse):
+                return answer
+            text = answer.model_dump_json() if isinstance(answer, BaseModel) else json.dumps(answer)
+            return web.Response(text=text, status=route.status, content_type="application/json")
+
+        return handle
 
 def _no_exec(exec_id: str | None) -> Exec:
     raise NotFound(f"attach to exec '{exec_id}': no such exec")
