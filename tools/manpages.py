@@ -202,9 +202,9 @@ def dsecd_toml() -> str:
         ".br",
         ".I /etc/dsec/dsecd.toml.d/*.toml",
         ".SH DESCRIPTION",
-        escape("TOML. All files are optional; those in the directory are read after the main one, in the order of their "
-               "names, and override single keys. Paths are absolute. All faults are told at once, each with file and key: try "
-               "'dsecd --check-config'."),
+        escape("TOML. All files are optional; those in the directory are read after the main one, in the order of "
+               "their names, and override single keys. Paths are absolute. All faults are told at once, each with "
+               "file and key: try 'dsecd --check-config'."),
         ".SH SETTINGS",
         *definitions(settings(Config)),
         ".SH EXAMPLE",

@@ -7,8 +7,9 @@ the comfortable form (``sandbox.py``).
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 from libdsec import connection as c
 from libdsec import types as t
@@ -348,7 +349,7 @@ class AsyncImageCalls(AsyncTransport):
         kind: t.SourceKind = "auto",
         reference: str | None = None,
         prefix: str = "/",
-        config: t.ImageConfig | None = None,
+        config: t.ImageConfig | Mapping[str, Any] | None = None,
     ) -> t.Operation:
         """Import an image from a path on the host, or pull one (kind ``registry``)."""
         request = c.build(

@@ -8,8 +8,9 @@ the comfortable form (``sandbox.py``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from libdsec import connection as c
 from libdsec import types as t
@@ -349,7 +350,7 @@ class ImageCalls(Transport):
         kind: t.SourceKind = "auto",
         reference: str | None = None,
         prefix: str = "/",
-        config: t.ImageConfig | None = None,
+        config: t.ImageConfig | Mapping[str, Any] | None = None,
     ) -> t.Operation:
         """Import an image from a path on the host, or pull one (kind ``registry``)."""
         request = c.build(

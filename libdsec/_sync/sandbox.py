@@ -2,7 +2,7 @@
 # Made by tools/unasync.py from libdsec/_async; edit that.
 """The comfortable form: a sandbox as an object that is deleted when its block ends.
 
-Here: life and commands. Not here: files (``contents.py``, ``tree.py``), streams (``stream.py``), single calls (``calls.py``).
+Here: life and commands. Not here: files (``contents.py``, ``tree.py``), streams (``stream.py``).
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ MAN = ROOT / "docs" / "man"
 
 def rendered(name: str) -> str:
     """A page as a reader sees it. Raises when groff complains."""
-    command = ["groff", "-man", "-Tascii", "-P-cbou", "-ww", "-rLL=100n", MAN / name]
+    command = ["groff", "-man", "-Tascii", "-P-cbou", "-ww", "-rLL=100n", str(MAN / name)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stderr == ""
     return done.stdout
