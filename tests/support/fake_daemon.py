@@ -72,9 +72,8 @@ class Exec:
     def info(self) -> dict[str, Any]:
         ended = {"exit_code": self.exit_code, "signal": self.signal, "reason": self.reason}
         sizes = {"stdout_bytes": len(self.stdout), "stderr_bytes": len(self.stderr)}
-        return {"exec_id": self.request.exec_id, "pid": 7, "running": self.running, **sizes} | (
-            {} if self.running else ended
-        )
+        base = {"exec_id": self.request.exec_id, "pid": 7, "running": self.running, **sizes}
+        return base if self.running else base | ended
 
     def end(self, code: int | None = 0, signal: int | None = None) -> None:
         self.running, self.exit_code, self.signal = False, code, signal
@@ -83,12 +82,9 @@ class Exec:
     def result(self) -> t.ExecResult:
         limit = self.request.max_output_bytes
         return t.ExecResult(
-            **self.info(),
-            stdout=self.stdout[:limit],
-            stderr=self.stderr[:limit],
-            stdout_truncated=len(self.stdout) > limit,
-            stderr_truncated=len(self.stderr) > limit,
-        )
+            **self.info(), stdout=self.stdout[:limit], stdout_truncated=len(self.stdout) > limit,
+            stderr=self.stderr[:limit], stderr_truncated=len(self.stderr) > limit,
+        )  # fmt: skip
 
 
 def pattern(size: int) -> bytes:
@@ -636,10 +632,17 @@ class FakeDaemon(_Host, _Sandboxes, _Execs, _Files, _Images):
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.down()
+        asyncio.run_coroutine_threadsafe(self._end_tasks(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
         shutil.rmtree(self.folder)
+
+    async def _end_tasks(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def on_loop(self, function: Callable[[], Any]) -> Any:
         """Call something in the daemon's own thread."""
