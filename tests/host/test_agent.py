@@ -377,9 +377,9 @@ def test_a_greedy_exec_starves_nobody(client: AgentClient, name: str):
         assert small.out == b"small\n"
         times.append(client.ping())
     assert sorted(times)[len(times) // 2] < 0.5
+    shares = [sum(len(frame.payload) for frame in client.aside[exec_.channel]) for exec_ in greedy]
+    assert min(shares) > max(shares) / 4, "not all of them got their turn"
     for exec_ in greedy:
-        # All of them got their share.
-        assert len(client.aside[exec_.channel]) > 0
         client.request("SIGNAL", [("ID", exec_.id), ("SIGNAL", signal.SIGKILL), ("SCOPE", 1)])
         exec_.close()
 
@@ -395,8 +395,11 @@ def test_reattach_after_a_cut_repeats_and_skips_nothing_fl12(
         exec_.step()
     text, got = exec_.out, exec_.offsets[1]
     for _ in range(5):
+        # Bytes that were sent, but that nobody took, and a producer that would go on if it could.
+        time.sleep(0.05)
         client.close()
         client = agent.connect()
+        time.sleep(0.02)
         exec_ = client.attach(name, out=got, credit=65536)
         assert exec_.first[1] == got, "bytes within the window were dropped"
         while exec_.offsets[1] - got < 150_000 and exec_.exit is None:
@@ -599,7 +602,7 @@ def test_the_agent_cannot_be_looked_into():
 
     with (
         running("plain", cgroup=False, user=65534) as process,
-        subprocess.Popen(["sleep", "60"], user=65534) as other,
+        subprocess.Popen(["sleep", "3"], user=65534) as other,
     ):
         assert owner(other.pid) == 65534
         assert owner(process.pid) == 0

@@ -223,6 +223,8 @@ def test_a_peer_that_never_reads_output_stops_it(agent: AgentProcess, client: Ag
     execs = [client.start(["yes"], id=f"flood-{i}-{time.monotonic_ns()}", credit=U64_MAX) for i in range(8)]
     time.sleep(0.5)
     assert agent.rss_kib() - before < 8 * 1024 + 4096
+    for _ in range(200):  # it was patient, it did not give up
+        assert client.read_frame().type in ("STARTED", "OUTPUT")
     with agent.connect() as again:
         for exec_ in execs:
             again.request("SIGNAL", [("ID", exec_.id), ("SIGNAL", signal.SIGKILL), ("SCOPE", 1)])
@@ -266,7 +268,7 @@ def test_a_fork_bomb_does_not_reach_the_agent(agent: AgentProcess, client: Agent
     poll_until(lambda: not agent.zombies())
 
 
-def test_no_more_descriptors_is_an_error_not_an_end(fresh: AgentProcess):
+def test_no_more_descriptors_is_an_error_not_an_end(fresh: AgentProcess, tmp_path: Path):
     resource.prlimit(fresh.pid, resource.RLIMIT_NOFILE, (64, 64))
     with fresh.connect() as client:
         execs, failures = [], []
@@ -279,8 +281,16 @@ def test_no_more_descriptors_is_an_error_not_an_end(fresh: AgentProcess):
                 failures.append((error.code, error.errno))
         assert set(failures) == {("spawn-failed", 24)}
         assert execs
-        with fresh.connect() as second:  # there is always room for a new daemon
-            second.ping()
+        # Transfers take one descriptor each, down to the last.
+        for i in range(40):
+            channel = client.channel()
+            client.send("FILE_PUT", [("PATH", str(tmp_path / f"{i}"))], channel=channel)
+            if client.expect(channel, "READY", "ERROR").type == "ERROR":
+                break
+        # There is always room for a new daemon, even beside strangers.
+        with AgentClient(fresh.socket, hello=False), AgentClient(fresh.socket, hello=False):
+            with fresh.connect(timeout_s=3) as second:
+                second.ping()
     with fresh.connect() as client:
         for exec_ in execs:
             client.request("SIGNAL", [("ID", exec_.id), ("SIGNAL", signal.SIGKILL), ("SCOPE", 1)])

@@ -210,6 +210,29 @@ def test_large_and_sparse_files_both_ways(sandbox: Sandbox, disk: Path) -> None:
     assert (disk / "sparse-back").stat().st_blocks * 512 < 2 * MIB
 
 
+_MEASURED = """
+import resource, sys
+from libdsec import Sandbox
+with Sandbox(image=sys.argv[1]) as sandbox:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    sandbox.put_file(sys.argv[2], "/root/f")
+    sandbox.get_file("/root/f", sys.argv[2] + ".back")
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_memory_does_not_grow_with_the_file(daemon: Daemon, disk: Path) -> None:
+    block = os.urandom(MIB)
+    with open(disk / "f", "wb") as file:
+        file.writelines(block for _ in range(500))
+    done = subprocess.run(
+        [sys.executable, "-c", _MEASURED, IMAGE, str(disk / "f")], capture_output=True, text=True, check=True,
+        cwd=CHECKOUT, env={**os.environ, "DSEC_SOCKET": str(daemon.socket)},
+    )  # fmt: skip
+    assert int(done.stdout) < 32 * 1024, "KiB"
+    assert subprocess.run(["cmp", disk / "f", disk / "f.back"], check=False).returncode == 0
+
+
 def test_transfers_survive_sigkill_of_the_daemon(daemon: Daemon, sandbox: Sandbox, disk: Path) -> None:
     data = os.urandom(MIB) * 200
     (disk / "f").write_bytes(data)

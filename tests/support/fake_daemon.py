@@ -70,9 +70,9 @@ class Exec:
     oldest: int = 0
 
     def info(self) -> dict[str, Any]:
-        ended = {"exit_code": self.exit_code, "signal": self.signal, "reason": self.reason}
+        ended: dict[str, Any] = {"exit_code": self.exit_code, "signal": self.signal, "reason": self.reason}
         sizes = {"stdout_bytes": len(self.stdout), "stderr_bytes": len(self.stderr)}
-        base = {"exec_id": self.request.exec_id, "pid": 7, "running": self.running, **sizes}
+        base: dict[str, Any] = {"exec_id": self.request.exec_id, "pid": 7, "running": self.running, **sizes}
         return base if self.running else base | ended
 
     def end(self, code: int | None = 0, signal: int | None = None) -> None:
