@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from types import FrameType
 from typing import Any
 
 import click
@@ -96,7 +98,14 @@ def cli(ctx: click.Context, *, socket: str | None, as_json: bool, quiet: bool) -
 
 def main() -> None:
     """Entry point."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _leave)
     cli()
+
+
+def _leave(number: int, _frame: FrameType | None) -> None:
+    """End by way of every ``finally``: a sandbox that was made for one command goes with it."""
+    sys.exit(128 + number)
 
 
 # --- failures ----------------------------------------------------------------------------------------------------

@@ -250,16 +250,33 @@ class AsyncSandbox(AsyncLife, AsyncFiles):
 
         A non-zero status is a result, and raises ExecFailed with ``check``. Raises ExecTimeout (``result`` has what it
         printed before) at ``timeout_s`` or ``idle_timeout_s``, ExecNotStarted, and InfraError when the failure is not
-        the command's. Output beyond ``max_output_bytes`` per stream is dropped and said so in the result.
+        the command's. Output beyond ``max_output_bytes`` per stream is dropped and said so in the result; so is what
+        the command's own buffer could not hold when the daemon restarted meanwhile. Cancelling kills the command.
         """
         if isinstance(stdin, bytes | str | None) and len(stdin or b"") <= BUFFERED_STDIN_BYTES:
             request = exec_request(command, stdin=as_bytes(stdin), **options)
-            result = await self.client.exec(self.id, request)
+            result = await self._exec_buffered(request)
         else:
             request = exec_request(command, **options)
             result = await self._exec_with_input(request, stdin)
         settle(self.id, request.argv, result, check=check)
         return result
+
+    async def _exec_buffered(self, request: t.ExecRequest) -> t.ExecResult:
+        try:
+            return await self.client.exec(self.id, request)
+        except DsecError:
+            raise
+        except BaseException:
+            # Interrupted or cancelled: nobody waits for the command any more, as with subprocess.run.
+            await self._kill(request.exec_id or "")
+            raise
+
+    async def _kill(self, exec_id: str) -> None:
+        try:
+            await self.client.exec_signal(self.id, exec_id, 9, tree=True)
+        except DsecError:
+            pass  # it has ended, or never began
 
     async def _exec_with_input(
         self, request: t.ExecRequest, stdin: bytes | str | Readable | None

@@ -251,16 +251,33 @@ class Sandbox(Life, Files):
 
         A non-zero status is a result, and raises ExecFailed with ``check``. Raises ExecTimeout (``result`` has what it
         printed before) at ``timeout_s`` or ``idle_timeout_s``, ExecNotStarted, and InfraError when the failure is not
-        the command's. Output beyond ``max_output_bytes`` per stream is dropped and said so in the result.
+        the command's. Output beyond ``max_output_bytes`` per stream is dropped and said so in the result; so is what
+        the command's own buffer could not hold when the daemon restarted meanwhile. Cancelling kills the command.
         """
         if isinstance(stdin, bytes | str | None) and len(stdin or b"") <= BUFFERED_STDIN_BYTES:
             request = exec_request(command, stdin=as_bytes(stdin), **options)
-            result = self.client.exec(self.id, request)
+            result = self._exec_buffered(request)
         else:
             request = exec_request(command, **options)
             result = self._exec_with_input(request, stdin)
         settle(self.id, request.argv, result, check=check)
         return result
+
+    def _exec_buffered(self, request: t.ExecRequest) -> t.ExecResult:
+        try:
+            return self.client.exec(self.id, request)
+        except DsecError:
+            raise
+        except BaseException:
+            # Interrupted or cancelled: nobody waits for the command any more, as with subprocess.run.
+            self._kill(request.exec_id or "")
+            raise
+
+    def _kill(self, exec_id: str) -> None:
+        try:
+            self.client.exec_signal(self.id, exec_id, 9, tree=True)
+        except DsecError:
+            pass  # it has ended, or never began
 
     def _exec_with_input(
         self, request: t.ExecRequest, stdin: bytes | str | Readable | None

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import os
 import pty
 import re
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -22,6 +24,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
+from dsecctl.app import App
 from dsecctl.cli import cli
 from dsecctl.commands import COMMANDS
 from dsecctl.commands.files import Place
@@ -77,8 +80,11 @@ def every_command() -> Iterator[tuple[str, click.Command]]:
 def test_every_command_has_help_with_an_example_that_parses() -> None:
     for name, command in every_command():
         assert command.help, name
-        example = getattr(command, "example", "")
-        assert f"dsecctl {name}" in example, name
+        example = getattr(command, "example", "").removeprefix('eval "$(').removesuffix(')"')
+        words = shlex.split(re.sub(r"\$\(.*\)", "ID", example))
+        assert words[: 1 + len(name.split())] == ["dsecctl", *name.split()]
+        # Checks every value and calls nothing.
+        command.make_context(name, words[1 + len(name.split()) :], obj=App()).close()
         for parameter in command.params:
             if isinstance(parameter, click.Option) and not parameter.hidden:
                 assert parameter.help, f"{name} {parameter.opts}"
@@ -416,6 +422,22 @@ def test_interrupts_go_to_the_command(daemon: FakeDaemon) -> None:
         until(lambda: main_of(daemon)["e"].signals == [2])
         running.send_signal(signal.SIGTERM)
         assert running.wait() == 128 + 15
+
+
+def test_a_run_that_is_terminated_while_creating_leaves_no_sandbox(daemon: FakeDaemon) -> None:
+    original = daemon.on_create
+
+    async def slow(request: Any) -> t.Sandbox:
+        made = await original(request)
+        await asyncio.sleep(1)
+        return made
+
+    daemon.on_create = slow  # type: ignore[method-assign]
+    with process(daemon, "run", "debian:trixie", "sleep") as running:
+        until(lambda: len(daemon.boxes) == 2)
+        running.send_signal(signal.SIGTERM)
+        assert running.wait() == 143
+    assert set(daemon.boxes) == {"web"}
 
 
 def until(condition: Any, timeout_s: float = 20.0) -> None:
