@@ -85,13 +85,30 @@ static int watch_events(void)
     return fd < 0 ? -1 : watch_open(&events, fd, EPOLLPRI, events_changed);
 }
 
+/*
+ * Move the agent out of the way, into agent/. The kernel waits about 10 ms for that (a grace period of RCU), so a
+ * child does it while the agent goes on; the reaper finds it like any orphan. Whoever gives controllers to the
+ * cgroup's children, which demands that it is empty, waits for that.
+ */
+static int move_aside(void)
+{
+    pid_t child = fork();
+    if (child < 0)
+        return write_file("agent/cgroup.procs", "0");
+    if (child > 0)
+        return 0;
+    char text[16];
+    snprintf(text, sizeof(text), "%d", (int)getppid());
+    _exit(write_file("agent/cgroup.procs", text) < 0);
+}
+
 int cgroup_init(int fd, void (*frozen)(bool now))
 {
     root_fd = fd;
     tell_frozen = frozen;
     if (fd < 0)
         return 0;
-    if (make_dir("agent") < 0 || make_dir("run") < 0 || write_file("agent/cgroup.procs", "0") < 0)
+    if (make_dir("agent") < 0 || make_dir("run") < 0 || move_aside() < 0)
         return -1;
     return watch_events();
 }

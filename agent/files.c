@@ -89,6 +89,13 @@ static bool transfer_end(struct transfer *t, const char *fault)
     return false;
 }
 
+/* A worker that ended with frames of ours unread resets the socket: that error comes before its last words, which are still there. */
+static ssize_t receive(const struct transfer *t, uint8_t *at)
+{
+    ssize_t n = recv(t->watch.fd, at, FRAME_MAX, MSG_DONTWAIT);
+    return n < 0 && errno == ECONNRESET ? recv(t->watch.fd, at, FRAME_MAX, MSG_DONTWAIT) : n;
+}
+
 static bool transfer_pull(struct channel *c)
 {
     struct transfer *t = container_of(c, struct transfer, channel);
@@ -96,7 +103,7 @@ static bool transfer_pull(struct channel *c)
     uint8_t *at = buf_reserve(b, FRAME_MAX);
     if (at == NULL)
         return false;
-    ssize_t n = recv(t->watch.fd, at, FRAME_MAX, MSG_DONTWAIT);
+    ssize_t n = receive(t, at);
     if (n < 0 && (errno == EAGAIN || errno == EINTR)) {
         set_events(t, true);
         return false;

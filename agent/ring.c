@@ -77,16 +77,24 @@ static bool resize(struct ring *r, size_t cap)
     return true;
 }
 
-static void grow(struct ring *r)
+static bool grow(struct ring *r)
 {
     size_t cap = r->cap ? r->cap * 4 : FIRST_CAP;
-    (void)resize(r, cap > r->max ? r->max : cap);
+    return resize(r, cap > r->max ? r->max : cap);
+}
+
+/* Nothing is overwritten, read or not, while the ring may still grow: whoever attaches late wants all of it. */
+static void make_room(struct ring *r, size_t n)
+{
+    while (r->cap < r->max && r->cap - (size_t)(r->end - r->start) < n)
+        if (!grow(r))
+            return;
 }
 
 size_t ring_space(struct ring *r, uint64_t floor)
 {
     if (r->cap < r->max && r->cap - (size_t)(r->end - r->start) < NEARLY_FULL)
-        grow(r);
+        (void)grow(r);
     if (floor < r->start)
         floor = r->start;
     if (floor > r->end)
@@ -96,6 +104,7 @@ size_t ring_space(struct ring *r, uint64_t floor)
 
 void ring_add(struct ring *r, const uint8_t *data, size_t n)
 {
+    make_room(r, n);
     if (n > r->cap) { /* more than it holds: only the tail counts (nothing at all without memory) */
         size_t skip = n - r->cap;
         r->end += skip;
