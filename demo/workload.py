@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo's last step: test suites that nobody here wrote, in sandboxes of base + workspace + toolkit.
 
-Here: fetching three source distributions and what their tests need from the Python index, making images of them, running
-them. Not here: anything about dsec itself.
+Here: fetching three source distributions and what their tests need from the Python index, making images of
+them, running them. Not here: anything about dsec itself.
 """
 
 import os

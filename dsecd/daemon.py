@@ -209,9 +209,9 @@ async def _core(config: Config, taken: _Taken) -> AsyncIterator[Core]:
         core = await build_core(config, place, store, events, tasks)
         events.emit("daemon.started", version=__version__, generation=generation)
         log.info("started version=%s generation=%d sandboxes=%d pid=%d", __version__, generation,
-                 len(core.sandboxes.all()), os.getpid())  # fmt: skip
+                 sum(core.sandboxes.counts().values()), os.getpid())  # fmt: skip
         yield core
-        core.sandboxes.lifecycle.unwatch_all(core.sandboxes.all())
+        core.sandboxes.let_go()
     finally:
         await tasks.close()
         store.close()

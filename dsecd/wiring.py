@@ -19,6 +19,7 @@ from dsecd.config import Config, check_ids
 from dsecd.core import reconcile
 from dsecd.core.events import Events
 from dsecd.core.execs import Execs
+from dsecd.core.expiry import Expiry
 from dsecd.core.faults import checkpoint as fault_checkpoint
 from dsecd.core.files import Files
 from dsecd.core.host import Host, Sources
@@ -27,6 +28,7 @@ from dsecd.core.images.store import ImageStore
 from dsecd.core.lifecycle import Lifecycle
 from dsecd.core.operations import Operations
 from dsecd.core.ranges import Ranges
+from dsecd.core.registry import Registry
 from dsecd.core.sandboxes import Sandboxes
 from dsecd.core.services import Core
 from dsecd.core.store import Store
@@ -55,24 +57,27 @@ async def build_core(config: Config, place: Place, store: Store, events: Events,
     backends: Mapping[str, Backend] = {name: make(site) for name, make in BACKENDS.items()}
     records = reconcile.load(store)
     ranges = Ranges(config.uid_ranges, (record.range_index for record in records))
-    sandboxes = Sandboxes(backends, images, tasks, ranges, uid_base=config.uid_base, parallel=_parallel())
-    sandboxes.lifecycle = Lifecycle(
-        store, images, events, tasks, gone=sandboxes.leave, deadline=sandboxes.deadline, checkpoint=checkpoint
+    registry = Registry(backends, images, ranges, uid_base=config.uid_base)
+    deadlines = Expiry()
+    lifecycle = Lifecycle(
+        store, images, events, tasks, gone=registry.leave, deadline=deadlines.at, checkpoint=checkpoint
     )
+    registry.on_link_lost = lifecycle.watch.link_lost
+    sandboxes = Sandboxes(registry, lifecycle, tasks, parallel=_parallel())
     operations = Operations(store, tasks)
     await operations.recover()
-    await reconcile.reconcile(records, sandboxes, sandboxes.lifecycle, backends, checkpoint)
+    await reconcile.reconcile(records, registry, lifecycle, backends, checkpoint)
     await images.unmount_unused()
-    tasks.spawn("expiry", sandboxes.run_expiry())
+    tasks.spawn("expiry", deadlines.run(sandboxes.expired))
     host = Host(
         Sources(
             state_dir=config.state_dir, generation=place.generation, backends=backends, counts=sandboxes.counts,
-            residue=functools.partial(reconcile.residue, sandboxes, backends),
+            residue=functools.partial(reconcile.residue, registry, backends),
             id_collisions=functools.partial(check_ids, config),
         )
     )  # fmt: skip
     return Core(
-        sandboxes=sandboxes, execs=Execs(sandboxes), files=Files(sandboxes),
+        sandboxes=sandboxes, execs=Execs(registry), files=Files(registry),
         images=ImageJobs(images, operations, events), events=events, operations=operations, host=host,
     )  # fmt: skip
 

@@ -10,6 +10,8 @@ Limits lie on ``run``, where commands live, so that no command can starve the ag
 
 from __future__ import annotations
 
+import asyncio
+import time
 from pathlib import Path
 
 from dsecd.linux import cgroup
@@ -19,6 +21,7 @@ from libdsec.types import Limits
 #: A fork bomb ends here when nothing else was asked for.
 DEFAULT_PIDS_MAX = 8192
 _CPU_PERIOD_US = 100_000
+_MOVE_TIMEOUT_S = 5.0
 _WANTED = ("memory", "pids", "cpu", "io")
 
 
@@ -62,14 +65,22 @@ class LimitWriter:
             )
         return [] if "pids" in available else ["pids.max"]
 
-    def apply(self, sandbox: Path, limits: Limits) -> None:
-        """Write them. Only once the agent has left the sandbox's top cgroup: a cgroup that gives controllers to its
-        children may hold no processes itself. Raises cgroup.AttributeRefused."""
+    async def apply(self, sandbox: Path, limits: Limits) -> None:
+        """Write them. Raises cgroup.AttributeRefused; EBUSY when the agent does not leave the sandbox's top cgroup."""
         available = self._available()
         if not available:
             return
+        await _until_empty(sandbox)
         cgroup.enable(self._dir, available)
         cgroup.enable(sandbox, available)
         for name, value in attributes(limits).items():
             if name.split(".")[0] in available:
                 cgroup.write(sandbox / "run", name, value)
+
+
+async def _until_empty(path: Path) -> None:
+    """A cgroup that gives controllers to its children may hold no processes itself: wait until the agent, which starts
+    there, has moved aside. It takes some 10 ms, so re-reading is as good as a notification."""
+    deadline = time.monotonic() + _MOVE_TIMEOUT_S
+    while cgroup.procs(path) and time.monotonic() < deadline:  # noqa: ASYNC110 - the kernel sets no event
+        await asyncio.sleep(0.002)

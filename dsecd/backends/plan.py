@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
@@ -57,7 +58,9 @@ async def perform(plan: str, steps: Sequence[Step], checkpoint: Checkpoint = no_
     for number, step in enumerate(steps):
         try:
             checkpoint(f"{plan}/{step.name}/do/before")
+            began = time.perf_counter()
             await step.do()
+            log.debug("plan=%s step=%s took_ms=%.2f", plan, step.name, (time.perf_counter() - began) * 1000)
             checkpoint(f"{plan}/{step.name}/do/after")
         except BaseException as error:
             log.warning("plan=%s step=%s failed: %s", plan, step.name, error)
@@ -72,7 +75,9 @@ async def undo(plan: str, steps: Sequence[Step], checkpoint: Checkpoint = no_che
     for step in reversed(steps):
         try:
             checkpoint(f"{plan}/{step.name}/undo/before")
+            began = time.perf_counter()
             await step.undo()
+            log.debug("plan=%s undo=%s took_ms=%.2f", plan, step.name, (time.perf_counter() - began) * 1000)
             checkpoint(f"{plan}/{step.name}/undo/after")
         # Broad: a boundary between steps; whatever one raises, the next must still be undone.
         except Exception as error:  # noqa: BLE001

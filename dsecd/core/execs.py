@@ -28,7 +28,7 @@ from dsecd.backends.agentlink.records import (
 from dsecd.core import translate
 from dsecd.core.live import Live
 from dsecd.core.principal import Principal
-from dsecd.core.sandboxes import Sandboxes
+from dsecd.core.registry import Registry
 from libdsec import errors
 from libdsec.types import (
     ExecInfo,
@@ -105,18 +105,18 @@ class ExecStream:
 class Execs:
     """Execs of all sandboxes."""
 
-    def __init__(self, sandboxes: Sandboxes) -> None:
-        self._sandboxes = sandboxes
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
 
     async def run(self, principal: Principal, sandbox_id: str, request: ExecRequest) -> ExecResult:
         """Run a command to its end; keeps the first ``max_output_bytes`` of each stream and counts the rest."""
-        live = self._sandboxes.find(principal, sandbox_id, "exec in")
+        live = self._registry.find(principal, sandbox_id, "exec in")
         channel = await self._start(live, request, stdin=request.stdin is not None)
         return await self._collect(live, channel, request.stdin, request.max_output_bytes)
 
     async def start(self, principal: Principal, sandbox_id: str, request: ExecRequest) -> ExecInfo:
         """Start a command and leave it; its output waits inside."""
-        live = self._sandboxes.find(principal, sandbox_id, "exec in")
+        live = self._registry.find(principal, sandbox_id, "exec in")
         channel = await self._start(live, request, stdin=request.stdin is not None)
         try:
             if request.stdin is not None:
@@ -129,7 +129,7 @@ class Execs:
         """Start a command, or attach to one, and follow it."""
         if (request.start is None) == (request.attach is None):
             raise errors.InvalidSpec("exec stream: exactly one of 'start' and 'attach' is needed")
-        live = self._sandboxes.find(principal, sandbox_id, "exec in")
+        live = self._registry.find(principal, sandbox_id, "exec in")
         if request.start is not None:
             channel = await self._start(live, request.start, stdin=request.stdin)
         else:
@@ -204,7 +204,7 @@ class Execs:
     # --- parts -------------------------------------------------------------------------------------------------------
 
     def _link(self, principal: Principal, sandbox_id: str, doing: str) -> AgentLink:
-        return self._sandboxes.find(principal, sandbox_id, doing).file_link(doing)
+        return self._registry.find(principal, sandbox_id, doing).file_link(doing)
 
     async def _record(self, principal: Principal, sandbox_id: str, exec_id: str, doing: str) -> ExecRecord:
         link = self._link(principal, sandbox_id, doing)

@@ -17,24 +17,24 @@ _LONGEST_SLEEP_S = 30.0
 
 
 class Expiry:
-    """``due(id)`` is awaited for each id whose time has come; it says whether the deadline was still the right one."""
+    """Deadlines of sandboxes by their ids."""
 
-    def __init__(self, due: Callable[[str], Awaitable[None]]) -> None:
-        self._due = due
+    def __init__(self) -> None:
         self._heap: list[tuple[float, str]] = []
         self._changed = asyncio.Event()
 
     def at(self, when: float, sandbox_id: str) -> None:
-        """Call ``due`` for it at ``when``, seconds of time.time()."""
+        """Its time comes at ``when``, seconds of time.time()."""
         heapq.heappush(self._heap, (when, sandbox_id))
         if self._heap[0] == (when, sandbox_id):
             self._changed.set()
 
-    async def run(self) -> None:
-        """Runs until cancelled."""
+    async def run(self, due: Callable[[str], Awaitable[None]]) -> None:
+        """Await ``due(id)`` for each id whose time has come; it looks whether the deadline still holds. Runs until
+        cancelled."""
         while True:
             while self._heap and self._heap[0][0] <= time.time():
-                await self._due(heapq.heappop(self._heap)[1])
+                await due(heapq.heappop(self._heap)[1])
             self._changed.clear()
             delay = min(_LONGEST_SLEEP_S, self._heap[0][0] - time.time()) if self._heap else _LONGEST_SLEEP_S
             try:

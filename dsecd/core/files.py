@@ -18,7 +18,7 @@ from dsecd.backends.agentlink.link import AgentLink
 from dsecd.backends.agentlink.records import FileInfo as AgentFileInfo
 from dsecd.core import translate
 from dsecd.core.principal import Principal
-from dsecd.core.sandboxes import Sandboxes
+from dsecd.core.registry import Registry
 from libdsec import errors
 from libdsec.types import FileInfo, FileList, MkdirRequest, RenameRequest
 
@@ -81,8 +81,8 @@ class PutStream:
 class Files:
     """Files of all sandboxes. Paths are absolute inside; ``user`` None means the sandbox's user."""
 
-    def __init__(self, sandboxes: Sandboxes) -> None:
-        self._sandboxes = sandboxes
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
 
     async def open_get(
         self, principal: Principal, sandbox_id: str, path: str, user: str | None, offset: int, length: int
@@ -155,7 +155,7 @@ class Files:
     def _link(
         self, principal: Principal, sandbox_id: str, doing: str, path: str, user: str | None
     ) -> tuple[AgentLink, str]:
-        live = self._sandboxes.find(principal, sandbox_id, doing)
+        live = self._registry.find(principal, sandbox_id, doing)
         if not path.startswith("/") or "\0" in path or len(path.encode("utf-8", "surrogateescape")) >= 4096:
             raise errors.InvalidSpec(
                 f"{doing} '{sandbox_id}': path must be absolute and shorter than 4,096 bytes: {path!r}"

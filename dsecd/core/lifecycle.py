@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moving a sandbox from state to state.
 
-What belongs here: create, start, stop, pause, resume, delete, adopt, and what follows a death; each under
+What belongs here: create, start, stop, pause, resume, delete and adopt; each under
 the sandbox's lock, each recording its intent before the first effect and the result after the last. What
 does not: who may ask (``sandboxes.py``), how a kind of sandbox is made (``dsecd.backends``), what to do
 with what an earlier daemon left (``reconcile.py``).
@@ -16,13 +16,11 @@ import asyncio
 import contextlib
 import functools
 import logging
-import os
 import sqlite3
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from dsecd.backends.agentlink.link import LinkLost
 from dsecd.backends.base import translated
 from dsecd.backends.plan import Checkpoint, no_checkpoint, perform, undo
 from dsecd.core import records, translate
@@ -32,6 +30,7 @@ from dsecd.core.images.store import ImageStore
 from dsecd.core.live import Live
 from dsecd.core.store import Store
 from dsecd.core.tasks import Tasks
+from dsecd.core.watch import Watch
 from dsecd.linux import pidfd
 from libdsec import errors
 from libdsec.types import ExecRequest, State
@@ -39,7 +38,6 @@ from libdsec.types import ExecRequest, State
 log = logging.getLogger(__name__)
 
 MAIN_EXEC = "main"
-_RECONNECTS = 3
 
 
 def boot_id() -> str:
@@ -57,9 +55,9 @@ class Lifecycle:
         self._store = store
         self._images = images
         self._events = events
-        self._tasks = tasks
+        self.watch = Watch(tasks, self._ended)
         self._gone = gone
-        self._deadline = deadline
+        self.deadline = deadline
         self._checkpoint = checkpoint
         self._boot_id = boot_id()
 
@@ -82,7 +80,7 @@ class Lifecycle:
                 await asyncio.shield(self._remove(live, plan="create-failed"))
                 raise
             if record.expires_at is not None:
-                self._deadline(record.expires_at, record.id)
+                self.deadline(record.expires_at, record.id)
 
     async def start(self, live: Live) -> None:
         """From stopped or failed to running; running already is fine."""
@@ -106,7 +104,7 @@ class Lifecycle:
                 return
             live.require("stop", State.RUNNING, State.PAUSED)
             await self._intend(live, "stop")
-            self._unwatch(live)
+            self.watch.stop(live)
             await live.backend.shut_down(live.box, grace_s)
             failures = await self._end_run(live, State.STOPPED, "user", "stop")
             if failures:
@@ -132,7 +130,7 @@ class Lifecycle:
             record = live.record
             if record.ttl_left_s is not None:
                 record.expires_at, record.ttl_left_s = time.time() + record.ttl_left_s, None
-                self._deadline(record.expires_at, record.id)
+                self.deadline(record.expires_at, record.id)
             await self._to(live, State.RUNNING, "sandbox.resumed")
 
     async def delete(self, live: Live, reason: str) -> None:
@@ -147,7 +145,7 @@ class Lifecycle:
         async with live.lock:
             if live.gone:
                 return
-            self._unwatch(live)
+            self.watch.stop(live)
             live.record.reason = reason
             live.record.intent = "delete"
             await self._to(live, State.DELETING, "sandbox.deleting")
@@ -156,7 +154,7 @@ class Lifecycle:
     async def change(self, live: Live) -> None:
         """Save what the caller changed in the record."""
         if live.record.expires_at is not None:
-            self._deadline(live.record.expires_at, live.id)
+            self.deadline(live.record.expires_at, live.id)
         await self._save(live, durable=True)
         live.changed()
 
@@ -173,7 +171,7 @@ class Lifecycle:
                 try:
                     await live.backend.reconnect(box)
                     await (live.backend.pause(box) if record.state is State.PAUSED else live.backend.resume(box))
-                    self._watch(live)
+                    self.watch.start(live)
                     return
                 except errors.DsecError as error:
                     reason = f"agent lost: {error.message}"
@@ -183,68 +181,6 @@ class Lifecycle:
         """Complete a start or stop that an earlier daemon did not: either way it ends stopped."""
         async with live.lock:
             await self._end_run(live, State.STOPPED, "interrupted by a restart of the daemon", "finish-stop")
-
-    # --- what happens by itself ------------------------------------------------------------------------------------
-
-    def link_lost(self, live: Live, lost: LinkLost) -> None:
-        """Called by the link when it broke: reconnect, or give up a sandbox whose agent breaks the protocol."""
-        live.box.link = None
-        if live.record.state not in (State.RUNNING, State.PAUSED) or live.watch_fd is None or self._tasks.closed:
-            return
-        if lost.violation is not None:
-            self._tasks.spawn(f"give up {live.id}", self._give_up(live, f"agent broke the protocol: {lost.violation}"))
-        else:
-            self._tasks.spawn(f"reconnect {live.id}", self._reconnect(live))
-
-    async def _reconnect(self, live: Live) -> None:
-        for attempt in range(_RECONNECTS):
-            async with live.lock:
-                if live.watch_fd is None or live.box.link is not None:
-                    return
-                with contextlib.suppress(errors.DsecError):
-                    await live.backend.reconnect(live.box)
-                    return
-            await asyncio.sleep(0.1 * (attempt + 1))
-        await self._give_up(live, "agent lost")
-
-    async def _give_up(self, live: Live, reason: str) -> None:
-        async with live.lock:
-            if live.watch_fd is None:
-                return
-            self._unwatch(live)
-            await self._end_run(live, State.FAILED, reason, "give-up")
-
-    def _watch(self, live: Live) -> None:
-        """Notice the end of its init process."""
-        assert live.box.process is not None
-        try:
-            live.watch_fd = pidfd.open(live.box.process)
-        except ProcessLookupError:
-            self._tasks.spawn(f"end {live.id}", self._died(live))
-            return
-        asyncio.get_running_loop().add_reader(live.watch_fd, self._on_exit, live)
-
-    def _unwatch(self, live: Live) -> None:
-        if live.watch_fd is not None:
-            asyncio.get_running_loop().remove_reader(live.watch_fd)
-            os.close(live.watch_fd)
-            live.watch_fd = None
-
-    def _on_exit(self, live: Live) -> None:
-        self._unwatch(live)
-        if not self._tasks.closed:
-            self._tasks.spawn(f"end {live.id}", self._died(live))
-
-    async def _died(self, live: Live) -> None:
-        async with live.lock:
-            if live.record.state in (State.RUNNING, State.PAUSED):
-                reason = live.backend.death(live.box)
-                await self._end_run(live, State.FAILED, reason, "died")
-
-    def unwatch_all(self, lives: list[Live]) -> None:
-        """At the daemon's end: what happens to sandboxes now is for the next daemon to find."""
-        for live in lives:
-            self._unwatch(live)
 
     # --- parts -----------------------------------------------------------------------------------------------------
 
@@ -256,21 +192,14 @@ class Lifecycle:
         """The backend's steps are done: start the main command, record that it runs."""
         record = live.record
         if record.spec.command is not None:
-            await self._start_main(live)
+            await _start_main(live)
         record.process, record.boot_id, record.started_at = live.box.process, self._boot_id, time.time()
         record.intent, record.reason = "", None
-        self._watch(live)
+        self.watch.start(live)
         await self._to(live, State.RUNNING, "sandbox.running")
 
-    async def _start_main(self, live: Live) -> None:
-        assert live.record.spec.command is not None
-        assert live.box.link is not None
-        request = ExecRequest(argv=live.record.spec.command)
-        with translate.starting(f"start the command of '{live.id}'"):
-            channel = await live.box.link.start(
-                live.start_request(request, MAIN_EXEC, stdin_open=False), attach=False
-            )
-            await channel.detach()
+    async def _ended(self, live: Live, reason: str) -> None:
+        await self._end_run(live, State.FAILED, reason, "died")
 
     async def _end_run(self, live: Live, state: State, reason: str, plan: str) -> list[Exception]:
         failures = await undo(plan, live.backend.run_steps(live.box), self._checkpoint)
@@ -290,7 +219,7 @@ class Lifecycle:
             live.record.reason = f"could not be removed yet: {failures[0]}"
             live.record.intent = "delete"
             await self._to(live, State.DELETING, "sandbox.stuck")
-            self._deadline(time.time() + 30, live.id)
+            self.deadline(time.time() + 30, live.id)
             raise failures[0]
 
         await self._store.write(functools.partial(_forget, live.id), durable=True)
@@ -326,6 +255,17 @@ class Lifecycle:
     def _emit(self, kind: str, live: Live) -> None:
         details = {"state": str(live.record.state)} | ({"reason": live.record.reason} if live.record.reason else {})
         self._events.emit(kind, live.id, owner_uid=live.record.owner_uid, **details)
+
+
+async def _start_main(live: Live) -> None:
+    assert live.record.spec.command is not None
+    assert live.box.link is not None
+    request = ExecRequest(argv=live.record.spec.command)
+    with translate.starting(f"start the command of '{live.id}'"):
+        channel = await live.box.link.start(
+            live.start_request(request, MAIN_EXEC, stdin_open=False), attach=False
+        )
+        await channel.detach()
 
 
 def _remember(row: tuple[object, ...], sandbox_id: str, layers: tuple[str, ...], db: sqlite3.Connection) -> None:

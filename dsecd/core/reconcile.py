@@ -18,7 +18,7 @@ from dsecd.core import records
 from dsecd.core.lifecycle import Lifecycle
 from dsecd.core.live import Live
 from dsecd.core.records import Record
-from dsecd.core.sandboxes import Sandboxes
+from dsecd.core.registry import Registry
 from dsecd.core.store import Store
 from libdsec.errors import DsecError
 from libdsec.types import Finding, SandboxSpec, State
@@ -35,11 +35,11 @@ def load(store: Store) -> list[Record]:
 
 
 async def reconcile(
-    found: Sequence[Record], sandboxes: Sandboxes, lifecycle: Lifecycle, backends: Mapping[str, Backend],
+    found: Sequence[Record], registry: Registry, lifecycle: Lifecycle, backends: Mapping[str, Backend],
     checkpoint: Checkpoint = no_checkpoint,
 ) -> None:
     """Bring records and reality together. Call once, before the first request."""
-    lives = [sandboxes.enter(record) for record in found if record.spec.backend in backends]
+    lives = [registry.enter(record) for record in found if record.spec.backend in backends]
     for record in found:
         if record.spec.backend not in backends:
             log.warning("sandbox=%s backend=%s is not available: left alone", record.id, record.spec.backend)
@@ -49,7 +49,7 @@ async def reconcile(
     async def one(live: Live) -> None:
         async with gate:
             try:
-                await _take_over(live, sandboxes, lifecycle)
+                await _take_over(live, lifecycle)
             except DsecError as error:
                 log.warning("sandbox=%s could not be taken over: %s", live.id, error)
 
@@ -58,7 +58,7 @@ async def reconcile(
             group.create_task(one(live))
 
 
-async def _take_over(live: Live, sandboxes: Sandboxes, lifecycle: Lifecycle) -> None:
+async def _take_over(live: Live, lifecycle: Lifecycle) -> None:
     record = live.record
     if record.state in (State.CREATING, State.DELETING) or record.intent in ("create", "delete"):
         # Its creation was never acknowledged, or its deletion was asked for.
@@ -69,7 +69,7 @@ async def _take_over(live: Live, sandboxes: Sandboxes, lifecycle: Lifecycle) -> 
     elif record.state in (State.RUNNING, State.PAUSED):
         await lifecycle.adopt(live)
     if record.expires_at is not None:
-        sandboxes.deadline(record.expires_at, record.id)
+        lifecycle.deadline(record.expires_at, record.id)
 
 
 async def _remove_strangers(known: set[str], backends: Mapping[str, Backend], checkpoint: Checkpoint) -> None:
@@ -81,9 +81,9 @@ async def _remove_strangers(known: set[str], backends: Mapping[str, Backend], ch
             await undo("stranger", (*backend.disk_steps(box), *backend.run_steps(box)), checkpoint)
 
 
-def residue(sandboxes: Sandboxes, backends: Mapping[str, Backend]) -> list[Finding]:
+def residue(registry: Registry, backends: Mapping[str, Backend]) -> list[Finding]:
     """What `dsecctl doctor` says about left-overs."""
-    known = {live.id for live in sandboxes.all()}
+    known = {live.id for live in registry.all()}
     strangers = sorted(set().union(*(backend.residents() for backend in backends.values())) - known)
     return [
         Finding(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """SIGKILL of the daemon at every step of its plans, and with many live sandboxes.
 
-The steps come from the plans: a first run records every checkpoint it passes, later runs die at each of them. What is left is
-read by tests/support/residue.py, which shares no code with the daemon.
+The steps come from the plans: a first run records every checkpoint it passes, later runs die at each of
+them. What is left is read by tests/support/residue.py, which shares no code with the daemon.
 """
 
 import contextlib

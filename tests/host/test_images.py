@@ -20,7 +20,8 @@ from pathlib import Path
 import pytest
 
 from dsecd.core.images import records
-from dsecd.core.images.store import ImageStore, Settings
+from dsecd.core.images.staging import Settings
+from dsecd.core.images.store import ImageStore
 from dsecd.linux import mount, overlay
 from libdsec.errors import Conflict, InvalidSpec, NoCapacity, Refused
 from libdsec.types import ImageInfo, ImportRequest

@@ -235,7 +235,10 @@ def test_environment_comes_from_image_then_sandbox_then_command(daemon: Daemon, 
     tree.mkdir(exist_ok=True)
     (tree / "marker").write_text("x")
     config = {"env": ["A=image", "B=image", "C=image"], "user": "", "workdir": ""}
-    client.finish(client.image_import(name="tool:1", source=str(tree), kind="directory", prefix="/opt/tool", config=config))
+    imported = client.image_import(
+        name="tool:1", source=str(tree), kind="directory", prefix="/opt/tool", config=config
+    )
+    client.finish(imported)
     sandbox = client.create(spec(toolkits=("tool:1",), env={"B": "sandbox", "C": "sandbox"}))
     result = client.exec(
         sandbox.id, ExecRequest(argv=("sh", "-c", "echo $A $B $C $HOME; ls /opt/tool"), env={"C": "exec"})
@@ -293,5 +296,6 @@ def test_events_tell_the_life_of_a_sandbox(client: Client) -> None:
     client.delete(sandbox.id)
     kinds = [e.kind for e in client.events(since=since, limit=1000).events if e.subject == sandbox.id]
     assert kinds == [
-        "sandbox.created", "sandbox.running", "sandbox.paused", "sandbox.resumed", "sandbox.deleting", "sandbox.deleted",
+        "sandbox.created", "sandbox.running", "sandbox.paused", "sandbox.resumed", "sandbox.deleting",
+        "sandbox.deleted",
     ]  # fmt: skip

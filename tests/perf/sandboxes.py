@@ -13,7 +13,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from dsecd.backends import files, oci
@@ -27,7 +27,7 @@ IMAGE = "debian:trixie"
 _UID_BASE = 0x7000_0000
 
 
-def spawn(argv: Sequence[str], *, ok: bool = True) -> None:
+def spawn(argv: list[str], *, ok: bool = True) -> None:
     """Run a program as cheaply as Python can, with its output thrown away."""
     null = os.open(os.devnull, os.O_RDWR)
     actions = [(os.POSIX_SPAWN_DUP2, null, number) for number in range(3)]
@@ -83,7 +83,9 @@ class Crun:
     def __init__(self, root: Path, place: Path) -> None:
         self.place = place
         (place / "bundle").mkdir(parents=True)
-        config = oci.configuration("peer", SandboxSpec(image=IMAGE), root=root, cgroups_path="/dsec-peer", uid_base=_UID_BASE)
+        config = oci.configuration(
+            "peer", SandboxSpec(image=IMAGE), root=root, cgroups_path="/dsec-peer", uid_base=_UID_BASE
+        )
         config["process"]["args"] = ["/usr/bin/sleep", "infinity"]
         (place / "bundle/config.json").write_text(json.dumps(config))
         self.base = ["crun", f"--root={place / 'state'}", "--cgroup-manager=cgroupfs"]

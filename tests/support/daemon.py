@@ -98,7 +98,8 @@ class Daemon:
         deadline = time.monotonic() + _START_TIMEOUT_S
         while True:
             if not self.running:
-                raise AssertionError(f"dsecd ended with status {self._process and self._process.returncode}: {self.tail()}")
+                status = self._process and self._process.returncode
+                raise AssertionError(f"dsecd ended with status {status}: {self.tail()}")
             try:
                 with self.client() as client:
                     client.version()

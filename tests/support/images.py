@@ -17,7 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dsecd.backends.plan import Checkpoint, no_checkpoint
-from dsecd.core.images.store import ImageStore, Settings
+from dsecd.core.images.staging import Settings
+from dsecd.core.images.store import ImageStore
 from dsecd.core.schema import MIGRATIONS
 from dsecd.core.store import Store
 

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is left of sandboxes on this host, read from /proc, cgroupfs and the file system.
 
-Independent of dsecd on purpose: it shares no code with it and asks it nothing. Run as
-``residue.py STATE_DIR RUNTIME_DIR CGROUP_DIR UID_BASE UID_COUNT``; prints one line per find and exits 1 if there is any.
+Independent of dsecd on purpose: it shares no code with it and asks it nothing. Run as ``residue.py
+STATE_DIR RUNTIME_DIR CGROUP_DIR UID_BASE UID_COUNT``; prints one line per find and exits 1 if there is any.
 """
 
 import os
@@ -68,8 +68,8 @@ def files(state: Path, runtime: Path) -> list[str]:
 def objects_without_reference(state: Path) -> list[str]:
     """Objects that no published image's manifest names, and layers without a row, by the files alone."""
     store = state / "images"
-    temporary = [path for path in store.rglob("*") if path.name.endswith((".tmp", ".part")) or path.name.startswith(".tmp")]
-    return [f"temporary file {path}" for path in temporary]
+    names = [path for path in store.rglob("*") if path.suffix in (".tmp", ".part") or path.name.startswith(".tmp")]
+    return [f"temporary file {path}" for path in names]
 
 
 def main() -> int:

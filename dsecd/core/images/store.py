@@ -7,12 +7,8 @@ beside this one), HTTP, and who may do it.
 
 import asyncio
 import contextlib
-import json
 import logging
-import os
-import shutil
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -20,30 +16,15 @@ from dsecd.backends.base import translated
 from dsecd.backends.plan import Checkpoint, Step, no_checkpoint, perform
 from dsecd.core.images import names, publish, pull, records, worker
 from dsecd.core.images.mounts import LayerMounts
-from dsecd.core.images.tree import Limits
-from dsecd.linux import proc
-from libdsec.errors import BackendFailed, DsecError, InvalidSpec, NoCapacity, from_wire
+from dsecd.core.images.staging import Progress, Settings, check_space, stage
+from libdsec.errors import DsecError, InvalidSpec
 from libdsec.types import BuildDebianRequest, ImageConfig, ImageInfo, ImportProgress, ImportRequest
 
 log = logging.getLogger(__name__)
 
-Progress = Callable[[ImportProgress], None]
-
-_IMPORT_TIMEOUT_S = 24 * 3600.0
-_ANSWER_MAX_BYTES = 64 << 20
-
 
 def _ignore(_progress: ImportProgress) -> None:
     """The progress of an import nobody watches."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What an operator can choose."""
-
-    limits: Limits = field(default_factory=Limits)
-    #: An import stops before it takes the last so many bytes of the disk.
-    reserve_bytes: int = worker.RESERVE_BYTES
 
 
 class ImageStore:
@@ -166,12 +147,12 @@ class ImageStore:
     async def _import(
         self, name: tuple[str, str], source: str, progress: Progress, what: dict[str, object]
     ) -> ImageInfo:
-        await self._check_space(source)
+        await check_space(self._places.root, self._settings.reserve_bytes, source)
         import_id = await publish.in_thread(publish.make_staging, self._places)
         staging = self._places.staging / import_id
         try:
             self._checkpoint("import/stage/do/before")
-            staged = await self._stage(staging, what, progress)
+            staged = await stage(staging, self._places.objects, self._settings, what, progress)
             self._checkpoint("import/stage/do/after")
             info = _info(staged, source)
             publication = publish.Publication(self._db, self._places, import_id, info, name)
@@ -192,38 +173,6 @@ class ImageStore:
     def _unfinished(self) -> set[str]:
         """The imports whose images are neither published nor gone."""
         return {row.import_id for row in self._db.read(records.unfinished)}
-
-    async def _check_space(self, source: str) -> None:
-        usage = await publish.in_thread(shutil.disk_usage, self._places.root)
-        if usage.free < self._settings.reserve_bytes:
-            raise NoCapacity(
-                f"import {source!r}: {usage.free >> 20} MiB free in {self._places.root}, "
-                f"{self._settings.reserve_bytes >> 20} MiB are kept back", hint="remove images or add space",
-            )
-
-    async def _stage(self, staging: Path, what: dict[str, object], progress: Progress) -> worker.Staged:
-        limits = self._settings.limits
-        job = {
-            **what, "staging": os.fspath(staging), "objects": os.fspath(self._places.objects),
-            "max_entries": limits.max_entries, "max_bytes": limits.max_bytes,
-            "reserve_bytes": self._settings.reserve_bytes,
-        }
-        async with _progress_pipe(progress) as fd:
-            done = await proc.run(
-                worker.command(), input=json.dumps(job).encode(), timeout_s=_IMPORT_TIMEOUT_S,
-                env=worker.environment(), fd_map={worker.PROGRESS_FD: fd}, check=False,
-                output_limit_bytes=_ANSWER_MAX_BYTES,
-            )
-        if done.returncode != 0 or done.truncated:
-            last = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
-            raise BackendFailed(
-                f"import {what['source']!r}: its process ended with status {done.returncode}"
-                + (f": {last[0][:300]}" if last else "")
-            )
-        answer = json.loads(done.stdout)
-        if "error" in answer:
-            raise from_wire(answer["error"])
-        return worker.Staged(**answer["staged"])
 
     async def _remove_unused(self, digest: str | None) -> None:
         """Remove an image if nothing names or holds it."""
@@ -271,34 +220,3 @@ def _info(staged: worker.Staged, source: str) -> ImageInfo:
         metadata_bytes=staged.metadata_bytes, objects=staged.objects, objects_new=staged.objects_new,
         bytes_new=staged.bytes_new,
     )
-
-
-@contextlib.asynccontextmanager
-async def _progress_pipe(progress: Progress) -> AsyncIterator[int]:
-    """An fd for the worker to write its lines of progress to, which are handed on as they come."""
-    loop = asyncio.get_running_loop()
-    reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    os.set_blocking(writer, True)
-    buffer = bytearray()
-
-    def arrived() -> None:
-        try:
-            data = os.read(reader, 65536)
-        except BlockingIOError:
-            return
-        buffer.extend(data)
-        *lines, rest = bytes(buffer).split(b"\n")
-        buffer[:] = rest
-        for line in lines:
-            # The process reads hostile bytes: what it says is checked like a stranger's word.
-            with contextlib.suppress(ValueError):
-                progress(ImportProgress.model_validate_json(line))
-
-    loop.add_reader(reader, arrived)
-    try:
-        yield writer
-        arrived()
-    finally:
-        loop.remove_reader(reader)
-        os.close(reader)
-        os.close(writer)

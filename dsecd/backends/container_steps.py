@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the steps of a container's plan do and undo.
+
+What belongs here: one method for each step and one for its undo, which works from the box's id alone. What
+does not: their order (``container.py``), crun (``launch.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from dsecd.backends import files
+from dsecd.backends.agentlink.link import connect
+from dsecd.backends.base import Box, Site, translated
+from dsecd.backends.launch import Launcher
+from dsecd.backends.limits import LimitWriter
+from dsecd.linux import cgroup, pidfd
+from libdsec import errors
+from libdsec.types import Limits
+
+_CGROUP_PREFIX = "sandbox-"
+_CONNECT_TIMEOUT_S = 15.0
+KILL_TIMEOUT_S = 10.0
+
+
+class ContainerSteps:
+    """Everything a container has on this host, made and removed by the id of its box."""
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._disks = site.state_dir / "sandboxes"
+        self._trash = site.state_dir / "trash"
+        for path in (self._disks, self._trash):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        cgroup.create(site.cgroup_dir)
+        self._launcher = Launcher(site, self._disks)
+        self.limits = LimitWriter(site.cgroup_dir)
+        # Starting a container is mostly work of the kernel and of crun: more at once than this only queue there.
+        self._threads = ThreadPoolExecutor(max_workers=2 * (os.cpu_count() or 1), thread_name_prefix="launch")
+        # What an earlier daemon had no time to remove.
+        self._threads.submit(_remove_trees, tuple(self._trash.iterdir()))
+
+    def residents(self) -> set[str]:
+        launcher = self._launcher
+        places = (self._disks, launcher.runs, launcher.sockets, launcher.crun_root)
+        # Names that no id has are not ours: crun keeps compiled filters in `.cache`.
+        found = {path.name for place in places for path in place.iterdir() if not path.name.startswith(".")}
+        groups = {path.name for path in cgroup.children(self._site.cgroup_dir)}
+        return found | {name.removeprefix(_CGROUP_PREFIX) for name in groups if name.startswith(_CGROUP_PREFIX)}
+
+    def cgroup(self, box: Box) -> Path:
+        """The cgroup of everything in the box."""
+        return self._site.cgroup_dir / f"{_CGROUP_PREFIX}{box.id}"
+
+    async def make_disk(self, box: Box) -> None:
+        with translated(f"create '{box.id}'"):
+            disk = self._disks / box.id
+            disk.mkdir(mode=0o700)
+            for name in ("upper", "work"):
+                (disk / name).mkdir()
+                # Not by mkdir's mode: the daemon's umask must not decide what the sandbox's root looks like.
+                (disk / name).chmod(0o755)
+
+    async def trash_disk(self, box: Box) -> None:
+        doomed = self._trash / f"{box.id}.{time.monotonic_ns()}"
+        try:
+            (self._disks / box.id).rename(doomed)
+        except FileNotFoundError:
+            return
+        # A tree that takes long to remove goes on in its thread; the next start of the daemon empties the trash.
+        with contextlib.suppress(TimeoutError):
+            removal = asyncio.get_running_loop().run_in_executor(self._threads, files.remove_tree, doomed)
+            await asyncio.wait_for(asyncio.shield(removal), KILL_TIMEOUT_S)
+
+    async def make_rundir(self, box: Box) -> None:
+        with translated(f"create '{box.id}'"):
+            (self._launcher.runs / box.id).mkdir(mode=0o700)
+
+    async def remove_rundir(self, box: Box) -> None:
+        shutil.rmtree(self._launcher.runs / box.id, ignore_errors=True)
+
+    async def make_cgroup(self, box: Box) -> None:
+        with translated(f"create '{box.id}'"):
+            await asyncio.to_thread(_make_cgroups, self.cgroup(box), box.uid_base)
+
+    async def remove_cgroup(self, box: Box) -> None:
+        await asyncio.to_thread(cgroup.remove, self.cgroup(box), KILL_TIMEOUT_S)
+
+    async def launch(self, box: Box) -> None:
+        with translated(f"start '{box.id}'"):
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._threads, self._launcher.start, box, self.cgroup(box))
+
+    async def end(self, box: Box) -> None:
+        """Kill everything in it, wherever its start got to."""
+        await asyncio.to_thread(cgroup.kill, self.cgroup(box))
+        if not await cgroup.wait_empty(self.cgroup(box), KILL_TIMEOUT_S):
+            raise errors.TimedOut(
+                f"end '{box.id}': processes still there {KILL_TIMEOUT_S:g} s after SIGKILL (stuck in the kernel?)",
+                hint="delete it again later; its resources stay reserved until then",
+            )
+        self._launcher.forget(box)
+        box.process = None
+
+    async def identify_and_connect(self, box: Box) -> None:
+        box.process = pidfd.identify(self._launcher.pid(box))
+        try:
+            await self.reconnect(box)
+        except errors.SandboxLost as error:
+            said = self._launcher.last_words(box)
+            raise errors.BackendFailed(f"start '{box.id}': {error.message}; last words: {said!r}") from error
+
+    async def disconnect(self, box: Box) -> None:
+        if box.link is not None:
+            link, box.link = box.link, None
+            await link.close()
+
+    async def apply_limits(self, box: Box) -> None:
+        await self.set_limits(box, box.spec.limits)
+
+    async def reconnect(self, box: Box) -> None:
+        with translated(f"connect to the agent of '{box.id}'"):
+            box.link = await connect(
+                self._launcher.socket_path(box), generation=self._site.generation, timeout_s=_CONNECT_TIMEOUT_S,
+                on_lost=box.on_link_lost,
+            )  # fmt: skip
+
+    async def set_limits(self, box: Box, limits: Limits) -> None:
+        with translated(f"limit '{box.id}'"):
+            await self.limits.apply(self.cgroup(box), limits)
+
+
+def _remove_trees(paths: Sequence[Path]) -> None:
+    for path in paths:
+        files.remove_tree(path)
+
+
+def _make_cgroups(top: Path, uid: int) -> None:
+    """Blocks: other changes of the hierarchy wait for each other in the kernel. Runs in a thread."""
+    top.mkdir(mode=0o755)
+    for path in (top, top / "agent", top / "run"):
+        path.mkdir(mode=0o755, exist_ok=True)
+        cgroup.delegate(path, uid)

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of all sandboxes: who is there, who may touch it, and who may come in.
+
+What belongs here: finding, admission of new ones (ids, keys, id ranges, layers), and what they inherit from
+their images. What does not: calls of the API (``sandboxes.py``), transitions (``lifecycle.py``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from collections.abc import Callable, Mapping
+
+from dsecd.backends.agentlink.link import LinkLost
+from dsecd.backends.base import Backend, Box
+from dsecd.core.images.compose import compose
+from dsecd.core.images.store import ImageStore
+from dsecd.core.live import Defaults, Live
+from dsecd.core.principal import Principal
+from dsecd.core.ranges import Ranges
+from dsecd.core.records import Record
+from dsecd.linux.userns import SIZE as RANGE_SIZE
+from libdsec import errors
+from libdsec.types import CreateRequest, SandboxSpec, State
+
+_ID_ALPHABET = "abcdefghijkmnpqrstuvwxyz23456789"
+
+
+class Registry:
+    """All sandboxes of this host, by id and by idempotency key."""
+
+    def __init__(
+        self, backends: Mapping[str, Backend], images: ImageStore, ranges: Ranges, *, uid_base: int
+    ) -> None:
+        self._backends = backends
+        self._images = images
+        self._ranges = ranges
+        self._uid_base = uid_base
+        self._lives: dict[str, Live] = {}
+        self._by_key: dict[tuple[int, str], Live] = {}
+        #: Set once, when who watches over sandboxes is there.
+        self.on_link_lost: Callable[[Live, LinkLost], None] = lambda _live, _lost: None
+
+    def __len__(self) -> int:
+        return len(self._lives)
+
+    def all(self) -> list[Live]:
+        return list(self._lives.values())
+
+    def get(self, sandbox_id: str) -> Live | None:
+        return self._lives.get(sandbox_id)
+
+    def find(self, principal: Principal, sandbox_id: str, doing: str) -> Live:
+        """Raises NotFound; Denied for another owner's. Both say what was being done."""
+        live = self._lives.get(sandbox_id)
+        if live is None:
+            raise errors.NotFound(f"{doing} '{sandbox_id}': no such sandbox")
+        principal.may_touch(live.record.owner_uid, f"{doing} '{sandbox_id}'")
+        return live
+
+    def counts(self) -> dict[str, int]:
+        """How many sandboxes are in each state."""
+        counts = {str(state): 0 for state in State}
+        for live in self._lives.values():
+            counts[str(live.record.state)] += 1
+        return counts
+
+    def enter(self, record: Record) -> Live:
+        """Make the live form of a record and find it from now on."""
+        spec = record.spec
+        box = Box(id=record.id, spec=spec, uid_base=self._uid_base + record.range_index * RANGE_SIZE, layers=())
+        live = Live(record, box, self._backends[spec.backend], self._defaults(record))
+        box.on_link_lost = lambda lost: self.on_link_lost(live, lost)
+        self._lives[record.id] = live
+        if record.idempotency_key is not None:
+            self._by_key[record.owner_uid, record.idempotency_key] = live
+        return live
+
+    def leave(self, live: Live) -> None:
+        """Nothing of it is left."""
+        self._lives.pop(live.id, None)
+        if live.record.idempotency_key is not None:
+            self._by_key.pop((live.record.owner_uid, live.record.idempotency_key), None)
+        self._ranges.give(live.record.range_index)
+
+    def of_key(self, principal: Principal, request: CreateRequest) -> Live | None:
+        """The sandbox that an equal request made before. Raises Conflict for another request with the same key."""
+        live = self._by_key.get((principal.uid, request.idempotency_key or ""))
+        if live is not None and live.record.request_digest != _digest(request):
+            raise errors.Conflict(
+                f"create with key '{request.idempotency_key}': the key was used with another request", sandbox=live.id
+            )
+        return live
+
+    def admit(self, principal: Principal, request: CreateRequest) -> Live:
+        """Reserve id, key and id range; no waiting in here, so equal requests at the same time meet the first one."""
+        spec = request.spec
+        backend = self._backends.get(spec.backend)
+        if backend is None:
+            raise errors.FeatureMissing(
+                f"create with backend '{spec.backend}': this daemon has {', '.join(sorted(self._backends))}",
+                hint="run 'dsecctl host' to see what this host offers", feature=f"backend-{spec.backend}",
+            )  # fmt: skip
+        sandbox_id = request.id or self._new_id()
+        if sandbox_id in self._lives:
+            since = self._lives[sandbox_id].record.to_wire().created_at
+            raise errors.AlreadyExists(
+                f"create '{sandbox_id}': sandbox exists since {since:%Y-%m-%d %H:%M}",
+                hint=f"choose another id or 'dsecctl rm {sandbox_id}'",
+            )
+        off = backend.check(spec)
+        layers = self._compose(spec)
+        now = time.time()
+        record = Record(
+            id=sandbox_id, owner_uid=principal.uid, spec=spec, layers=layers, range_index=self._ranges.take(),
+            created_at=now, intent="create", idempotency_key=request.idempotency_key, request_digest=_digest(request),
+            expires_at=None if spec.ttl_s is None else now + spec.ttl_s, off=tuple(off),
+        )  # fmt: skip
+        return self.enter(record)
+
+    def _new_id(self) -> str:
+        while True:
+            sandbox_id = "sb-" + "".join(secrets.choice(_ID_ALPHABET) for _ in range(10))
+            if sandbox_id not in self._lives:
+                return sandbox_id
+
+    def _compose(self, spec: SandboxSpec) -> tuple[str, ...]:
+        resolve = self._images.resolve
+        workspace = None if spec.workspace is None else resolve(spec.workspace)
+        return compose(resolve(spec.image), workspace, [resolve(toolkit) for toolkit in spec.toolkits])
+
+    def _defaults(self, record: Record) -> Defaults:
+        images = [self._images.get(digest) for digest in reversed(record.layers)]
+        # An image given twice lies in the stack once: then there may be no second one.
+        workspace = images[1] if record.spec.workspace is not None and len(images) > 1 else None
+        return Defaults.of(record.spec, images, workspace)
+
+
+def _digest(request: CreateRequest) -> str:
+    return hashlib.sha256(request.model_dump_json(exclude={"idempotency_key"}).encode()).hexdigest()

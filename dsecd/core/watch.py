@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens to a running sandbox by itself: its init dies, or its agent cannot be reached any more.
+
+What belongs here: noticing both, and trying to reach the agent again. What does not: what becomes of the sandbox then
+(``lifecycle.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Awaitable, Callable, Iterable
+
+from dsecd.backends.agentlink.link import LinkLost
+from dsecd.core.live import Live
+from dsecd.core.tasks import Tasks
+from dsecd.linux import pidfd
+from libdsec import errors
+from libdsec.types import State
+
+_RECONNECTS = 3
+_RUNNING = (State.RUNNING, State.PAUSED)
+
+#: Called under the sandbox's lock with the reason.
+Ended = Callable[[Live, str], Awaitable[object]]
+
+
+class Watch:
+    """One descriptor in the event loop for each running sandbox; no polling."""
+
+    def __init__(self, tasks: Tasks, ended: Ended) -> None:
+        self._tasks = tasks
+        self._ended = ended
+
+    def start(self, live: Live) -> None:
+        """Notice the end of its init process from now on."""
+        try:
+            if live.box.process is None:
+                raise ProcessLookupError
+            live.watch_fd = pidfd.open(live.box.process)
+        except ProcessLookupError:
+            self._tasks.spawn(f"end {live.id}", self._died(live))
+            return
+        asyncio.get_running_loop().add_reader(live.watch_fd, self._on_exit, live)
+
+    def stop(self, live: Live) -> None:
+        """Its end is somebody's intention now, or has been noticed."""
+        if live.watch_fd is not None:
+            asyncio.get_running_loop().remove_reader(live.watch_fd)
+            os.close(live.watch_fd)
+            live.watch_fd = None
+
+    def stop_all(self, lives: Iterable[Live]) -> None:
+        """At the daemon's end: what happens to sandboxes from now on is for the next daemon to find."""
+        for live in lives:
+            self.stop(live)
+
+    def link_lost(self, live: Live, lost: LinkLost) -> None:
+        """Called by the link when it broke: reconnect, or give up a sandbox whose agent breaks the protocol."""
+        live.box.link = None
+        if live.record.state not in _RUNNING or live.watch_fd is None or self._tasks.closed:
+            return
+        if lost.violation is not None:
+            reason = f"agent broke the protocol: {lost.violation}"
+            self._tasks.spawn(f"give up {live.id}", self._give_up(live, reason))
+        else:
+            self._tasks.spawn(f"reconnect {live.id}", self._reconnect(live))
+
+    async def _reconnect(self, live: Live) -> None:
+        for attempt in range(_RECONNECTS):
+            async with live.lock:
+                if live.watch_fd is None or live.box.link is not None:
+                    return
+                with contextlib.suppress(errors.DsecError):
+                    await live.backend.reconnect(live.box)
+                    return
+            await asyncio.sleep(0.1 * (attempt + 1))
+        await self._give_up(live, "agent lost")
+
+    async def _give_up(self, live: Live, reason: str) -> None:
+        async with live.lock:
+            if live.watch_fd is not None:
+                self.stop(live)
+                await self._ended(live, reason)
+
+    def _on_exit(self, live: Live) -> None:
+        self.stop(live)
+        if not self._tasks.closed:
+            self._tasks.spawn(f"end {live.id}", self._died(live))
+
+    async def _died(self, live: Live) -> None:
+        async with live.lock:
+            if live.record.state in _RUNNING:
+                await self._ended(live, live.backend.death(live.box))
