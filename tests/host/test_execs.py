@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands in real sandboxes through a real daemon: what others got wrong, numbered as in the field lessons (FL-n)."""
+
+import asyncio
+import hashlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from libdsec import AsyncClient, Client, Sandbox
+from libdsec.errors import ExecTimeout, InvalidSpec
+from libdsec.types import ExecReason, ExecRequest, SandboxSpec
+from tests.support.daemon import Daemon
+from tests.support.rootfs import debian_tar
+
+IMAGE = "debian:trixie"
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    with Daemon() as running:
+        with running.client() as client:
+            client.finish(client.image_import(name=IMAGE, source=str(debian_tar()), kind="rootfs-tar"))
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(daemon: Daemon) -> Iterator[Client]:
+    with daemon.client() as connected:
+        yield connected
+
+
+@pytest.fixture(scope="module")
+def sandbox(client: Client) -> Iterator[Sandbox]:
+    with Sandbox(image=IMAGE, client=client) as running:
+        yield running
+
+
+def rss_kib(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmRSS:")))
+
+
+def test_fl1_output_of_short_commands_is_never_lost(daemon: Daemon, sandbox: Sandbox) -> None:
+    async def main() -> list[bytes]:
+        gate = asyncio.Semaphore(64)
+        async with AsyncClient(socket=daemon.socket) as concurrent:
+
+            async def one() -> bytes:
+                async with gate:
+                    return (await concurrent.exec(sandbox.id, ExecRequest(argv=("printf", "X")))).stdout
+
+            return await asyncio.gather(*(one() for _number in range(2000)))
+
+    assert set(asyncio.run(main())) == {b"X"}
+
+
+def test_fl2_fl3_a_grandchild_with_stdout_neither_delays_nor_dies(sandbox: Sandbox) -> None:
+    script = "(i=0; while :; do i=$((i+1)); echo noise; echo $i > /tmp/alive; sleep 0.1; done) & echo hi"
+    began = time.monotonic()
+    result = sandbox.exec("sh", "-c", script, timeout_s=30)
+    assert b"hi" in result.stdout.splitlines()
+    assert result.exit_code == 0
+    assert time.monotonic() - began < 5
+    time.sleep(1)
+    first = int(sandbox.exec("cat", "/tmp/alive").text)
+    time.sleep(1)
+    assert int(sandbox.exec("cat", "/tmp/alive").text) > first
+
+
+def test_fl4_exit_codes_survive_orphans(daemon: Daemon, sandbox: Sandbox) -> None:
+    async def main() -> list[int | None]:
+        gate = asyncio.Semaphore(32)
+        script = "(sleep 0.01 & ) ; exit 7"
+        async with AsyncClient(socket=daemon.socket) as concurrent:
+
+            async def one() -> int | None:
+                async with gate:
+                    result = await concurrent.exec(sandbox.id, ExecRequest(argv=("sh", "-c", script)))
+                    return result.exit_code
+
+            return await asyncio.gather(*(one() for _number in range(500)))
+
+    assert set(asyncio.run(main())) == {7}
+
+
+def test_fl5_orphans_leave_no_zombies(daemon: Daemon, sandbox: Sandbox) -> None:
+    sandbox.exec("sh", "-c", "i=0; while [ $i -lt 300 ]; do i=$((i+1)); (sleep 0 & ); done", timeout_s=60)
+    top = daemon.cgroup_dir / f"sandbox-{sandbox.id}"
+    deadline = time.monotonic() + 5
+    zombies = [""]
+    while zombies and time.monotonic() < deadline:
+        states = sandbox.exec("sh", "-c", "cat /proc/[0-9]*/stat 2>/dev/null").text.splitlines()
+        zombies = [line for line in states if line.rpartition(")")[2].split()[0] == "Z"]
+        time.sleep(0.05)
+    assert zombies == []
+    assert top.exists()
+
+
+def test_fl6_a_timeout_kills_the_whole_tree_and_nothing_else(daemon: Daemon, client: Client, sandbox: Sandbox) -> None:
+    client.exec_start(sandbox.id, ExecRequest(argv=("sleep", "60"), exec_id="bystander"))
+    script = "trap '' TERM; setsid sh -c 'trap \"\" TERM; while :; do sleep 1; done' & while :; do sleep 1; done"
+    with pytest.raises(ExecTimeout):
+        sandbox.exec("sh", "-c", script, timeout_s=0.5, exec_id="tree")
+    group = daemon.cgroup_dir / f"sandbox-{sandbox.id}" / "run" / "tree"
+    deadline = time.monotonic() + 5
+    while group.exists() and "populated 1" in (group / "cgroup.events").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert client.exec_inspect(sandbox.id, "bystander").running
+    client.exec_signal(sandbox.id, "bystander", 9)
+
+
+def test_fl7_fl8_timeouts_are_typed_server_side_and_keep_the_output(daemon: Daemon, sandbox: Sandbox) -> None:
+    with pytest.raises(ExecTimeout) as caught:
+        sandbox.exec("sh", "-c", "echo partial; echo err >&2; sleep 60", timeout_s=0.5)
+    assert (caught.value.stdout, caught.value.stderr) == (b"partial\n", b"err\n")
+    with pytest.raises(ExecTimeout) as caught:
+        sandbox.exec("sh", "-c", "echo one; sleep 60", idle_timeout_s=0.5)
+    assert caught.value.result.reason is ExecReason.IDLE_TIMEOUT
+    assert sandbox.exec("sh", "-c", "kill -9 $$").returncode == -9
+    with pytest.raises(InvalidSpec, match="timeout_s"):
+        sandbox.exec("true", timeout_s=0)
+    del daemon
+
+
+def test_fl9_output_is_bytes(sandbox: Sandbox) -> None:
+    data = os.urandom(1 << 20)
+    sandbox.write("/tmp/random", data)
+    assert sandbox.exec("cat", "/tmp/random", max_output_bytes=2 << 20).stdout == data
+    assert sandbox.exec("printf", r"\360\237\230\200\377").text == "\U0001f600\N{REPLACEMENT CHARACTER}"
+
+
+def test_fl10_truncation_is_told_and_memory_stays_bounded(daemon: Daemon, sandbox: Sandbox) -> None:
+    before = rss_kib(daemon.pid)
+    result = sandbox.exec("sh", "-c", "yes | head -c 2000000000", max_output_bytes=1 << 20, timeout_s=120)
+    assert (len(result.stdout), result.stdout_truncated, result.stdout_bytes) == (1 << 20, True, 2_000_000_000)
+    assert rss_kib(daemon.pid) - before < 32 * 1024
+
+
+def test_fl11_large_stdin_arrives_and_an_empty_one_ends_nothing(sandbox: Sandbox) -> None:
+    data = os.urandom(1 << 20) * 100
+    result = sandbox.exec("sha256sum", stdin=data, timeout_s=120)
+    assert result.text.split()[0] == hashlib.sha256(data).hexdigest()
+    assert sandbox.exec("sh", "-c", "cat; sleep 0.5; exit 3", stdin=b"").exit_code == 3
+
+
+def test_fl12_output_is_held_whole_up_to_the_buffer_for_whoever_comes_later(client: Client, sandbox: Sandbox) -> None:
+    for size in (20_000, 60_000, 900_000):
+        exec_id = f"late-{size}"
+        script = f"head -c {size} /dev/zero | tr '\\0' x"
+        client.exec_start(sandbox.id, ExecRequest(argv=("sh", "-c", script), exec_id=exec_id))
+        result = client.exec_wait(sandbox.id, exec_id, wait_s=30)
+        assert result.stdout == b"x" * size
+        assert (result.stdout_truncated, result.stdout_dropped_bytes) == (False, 0)
+
+
+def test_fl13_no_shell_and_no_profile_come_between(sandbox: Sandbox) -> None:
+    sandbox.write("/root/evil.sh", "echo hidden")
+    result = sandbox.exec("bash", "-c", "echo $PATH", env={"PATH": "/opt/bin:/usr/bin:/bin"})
+    assert result.text == "/opt/bin:/usr/bin:/bin\n"
+    assert sandbox.exec("echo", "$HOME; `id`").text == "$HOME; `id`\n"
+    assert sandbox.exec("sh", "-c", "echo $HOME", user="nobody").text == "/nonexistent\n"
+
+
+def test_limits_users_and_umask_reach_the_command(sandbox: Sandbox) -> None:
+    script = "id -u; id -g; umask; ulimit -n; pwd"
+    result = sandbox.exec(
+        "sh", "-c", script, user="daemon", umask=0o077, cwd="/usr", rlimits={"nofile": {"soft": 64, "hard": 128}}
+    )
+    assert result.text.split() == ["1", "1", "0077", "64", "/usr"]
+
+
+def test_a_sandbox_has_no_descriptor_of_the_daemon(client: Client) -> None:
+    fresh = client.create(SandboxSpec(image=IMAGE))
+    result = client.exec(fresh.id, ExecRequest(argv=("ls", "/proc/self/fd")))
+    assert result.text.split() == ["0", "1", "2", "3"]  # 3 is the directory that ls reads
+    client.delete(fresh.id)
