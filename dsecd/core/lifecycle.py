@@ -222,7 +222,9 @@ class Lifecycle:
             self.deadline(time.time() + 30, live.id)
             raise failures[0]
 
-        await self._store.write(functools.partial(_forget, live.id), durable=True)
+        # Not durable: should a loss of power bring the row back, the next daemon finds it deleting, or without
+        # processes, and nobody is misled by that.
+        await self._store.write(functools.partial(_forget, live.id))
         live.gone = True
         self._gone(live)
         if not all(self._images.get(digest).names for digest in live.record.layers):

@@ -34,7 +34,7 @@ def sandbox_figures(rounds: int) -> list[Figure]:
             with sandboxes.stacked_root(daemon, "bench-root") as root:
                 crun = sandboxes.Crun(root, place)
                 figures = [sandboxes.life_cycle(daemon, crun, rounds)]
-                with sandboxes.podman_container(root) as podman:
+                with sandboxes.podman_container(debian_tar()) as podman:
                     figures += sandboxes.exec_true(daemon, crun, podman, rounds)
             return figures
         finally:

@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -172,17 +173,24 @@ def _exec_rounds(
 
 
 @contextlib.contextmanager
-def podman_container(root: Path) -> Iterator[list[str] | None]:
-    """A running podman container on the same tree; yields the exec command, or None where podman does not work here."""
+def podman_container(tar: Path) -> Iterator[list[str] | None]:
+    """A running podman container; yields the exec command, or None where podman does not work here.
+
+    On a plain directory: podman writes into the root file system itself, which an idmapped one does not let it.
+    """
     name = f"dsec-peer-{os.getpid()}"
-    start = ["podman", "run", "--detach", "--name", name, "--network=none", "--cgroups=disabled", "--rootfs", str(root),
-             "/usr/bin/sleep", "infinity"]  # fmt: skip
-    done = subprocess.run(start, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        print(f"podman does not work here: {done.stderr.strip().splitlines()[-1:]}")
-        yield None
-        return
-    try:
-        yield ["podman", "exec", name, "/usr/bin/true"]
-    finally:
-        subprocess.run(["podman", "rm", "--force", "--time=0", name], capture_output=True, check=False)
+    with tempfile.TemporaryDirectory(prefix="bench-podman-", dir="/var/lib/dsec") as root:
+        subprocess.run(["tar", "--extract", f"--file={tar}", f"--directory={root}"], check=True)
+        start = [
+            "podman", "run", "--detach", "--name", name, "--network=none", "--cgroups=disabled", "--rootfs", root,
+            "/usr/bin/sleep", "infinity",
+        ]  # fmt: skip
+        done = subprocess.run(start, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            print(f"podman does not work here: {done.stderr.strip().splitlines()[-1:]}")
+            yield None
+            return
+        try:
+            yield ["podman", "exec", name, "/usr/bin/true"]
+        finally:
+            subprocess.run(["podman", "rm", "--force", "--time=0", name], capture_output=True, check=False)
