@@ -101,7 +101,7 @@ def test_many_writes_share_a_transaction(tmp_path: Path):
 
 
 @pytest.mark.parametrize("durable", [True, False])
-def test_durable_sets_how_a_commit_is_synced(tmp_path: Path, durable: bool):  # noqa: FBT001
+def test_durable_sets_how_a_commit_is_synced(tmp_path: Path, durable: bool):
     async def main() -> int:
         store = Store.open(tmp_path / "db", SCHEMA)
         await store.write(put(1), durable=not durable)
