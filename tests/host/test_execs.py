@@ -12,7 +12,7 @@ import pytest
 
 from libdsec import AsyncClient, Client, Sandbox
 from libdsec.errors import ExecTimeout, InvalidSpec
-from libdsec.types import ExecReason, ExecRequest, SandboxSpec
+from libdsec.types import ExecReason, ExecRequest, Rlimit, SandboxSpec
 from tests.support.daemon import Daemon
 from tests.support.rootfs import debian_tar
 
@@ -169,7 +169,7 @@ def test_fl13_no_shell_and_no_profile_come_between(sandbox: Sandbox) -> None:
 def test_limits_users_and_umask_reach_the_command(sandbox: Sandbox) -> None:
     script = "id -u; id -g; umask; ulimit -n; pwd"
     result = sandbox.exec(
-        "sh", "-c", script, user="daemon", umask=0o077, cwd="/usr", rlimits={"nofile": {"soft": 64, "hard": 128}}
+        "sh", "-c", script, user="daemon", umask=0o077, cwd="/usr", rlimits={"nofile": Rlimit(soft=64, hard=128)}
     )
     assert result.text.split() == ["1", "1", "0077", "64", "/usr"]
 
