@@ -62,6 +62,7 @@ class Launcher:
                 oci.LISTEN_FD: listener.fileno(),
                 oci.PROGRAM_FD: stack.enter_context(files.opened(self._site.agent)),
                 oci.CGROUP_FD: stack.enter_context(files.opened(cgroup_path, os.O_DIRECTORY)),
+                oci.USERNS_FD: userns_fd,
             }
 
             def start() -> None:
@@ -99,7 +100,7 @@ class Launcher:
         (rundir / "config.json").write_text(json.dumps(config))
         argv = [
             "crun", f"--root={self.crun_root}", "--cgroup-manager=cgroupfs", "run", "--detach",
-            f"--bundle={rundir}", f"--pid-file={self._pid_file(box)}", f"--preserve-fds={len(fds)}", box.id,
+            f"--bundle={rundir}", f"--pid-file={self._pid_file(box)}", f"--preserve-fds={len(oci.AGENT_FDS)}", box.id,
         ]  # fmt: skip
         with files.opened(self._log(box), os.O_WRONLY | os.O_CREAT | os.O_APPEND) as log:
             done = proc.run_blocking(argv, timeout_s=_CRUN_TIMEOUT_S, fd_map=fds, stdio_to=log, check=False)

@@ -17,7 +17,9 @@ from dsecd.linux.userns import SIZE
 from libdsec.types import SandboxSpec
 
 #: Descriptors that the agent finds open, see docs/agent-protocol.md.
-LISTEN_FD, PROGRAM_FD, CGROUP_FD = 3, 4, 5
+AGENT_FDS = LISTEN_FD, PROGRAM_FD, CGROUP_FD = 3, 4, 5
+#: Descriptor of the user namespace, which the runtime enters and does not pass on.
+USERNS_FD = 6
 
 # What the agent needs; it takes from commands what only it may have. Never SYS_ADMIN or SYS_PTRACE: with either, the
 # agent could be read and driven from inside.
@@ -39,20 +41,38 @@ _MASKED = [
 # Some programs close or scan every possible descriptor up to the soft limit, so that one stays moderate.
 _SOFT_OPEN_FILES, _HARD_OPEN_FILES = 65_536, 1_048_576
 
+_NEW_NAMESPACES = ("pid", "network", "ipc", "uts", "mount", "cgroup")
+# Made by us, since the one that makes it owns it: see ``userns.create``.
+_USER_NAMESPACE = {"type": "user", "path": f"/proc/self/fd/{USERNS_FD}"}
 _READONLY = ["/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"]
+
+
+# Pseudo terminals come out of one pool of the host (kernel.pty.max, 4,096 by default); without a limit of its own, one
+# sandbox could take all that the others need.  Documentation/filesystems/devpts.rst
+_TERMINALS = "max=128"
+# An inode takes about 1 KiB of kernel memory that "size=" does not count.
+_DEV_INODES, _PAGE_BYTES, _FEWEST_INODES = 4096, 4096, 1024
+
+
+def _inodes(size_bytes: int) -> str:
+    """As many files as the tmpfs has pages: no limit for files that hold something.  tmpfs(5)."""
+    return f"nr_inodes={max(size_bytes // _PAGE_BYTES, _FEWEST_INODES)}"
 
 
 def _mounts(spec: SandboxSpec) -> list[dict[str, Any]]:
     def entry(target: str, kind: str, *options: str) -> dict[str, Any]:
         return {"destination": target, "type": kind, "source": kind, "options": ["nosuid", *options]}
 
+    def tmpfs(target: str, size_bytes: int, *options: str) -> dict[str, Any]:
+        return entry(target, "tmpfs", "nodev", "mode=1777", f"size={size_bytes}", _inodes(size_bytes), *options)
+
     return [
         entry("/proc", "proc", "noexec", "nodev"),
-        entry("/dev", "tmpfs", "noexec", "strictatime", "mode=755", "size=65536"),
-        entry("/dev/pts", "devpts", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5"),
+        entry("/dev", "tmpfs", "noexec", "strictatime", "mode=755", "size=65536", f"nr_inodes={_DEV_INODES}"),
+        entry("/dev/pts", "devpts", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5", _TERMINALS),
         entry("/dev/mqueue", "mqueue", "noexec", "nodev"),
-        entry("/dev/shm", "tmpfs", "noexec", "nodev", "mode=1777", f"size={spec.shm_size_bytes}"),
-        entry("/tmp", "tmpfs", "nodev", "mode=1777", f"size={spec.tmp_size_bytes}"),
+        tmpfs("/dev/shm", spec.shm_size_bytes, "noexec"),
+        tmpfs("/tmp", spec.tmp_size_bytes),
         entry("/sys", "sysfs", "noexec", "nodev", "ro"),
         entry("/sys/fs/cgroup", "cgroup", "noexec", "nodev", "ro"),
     ]
@@ -101,7 +121,7 @@ def configuration(
         "mounts": _mounts(spec),
         "linux": {
             "cgroupsPath": cgroups_path,
-            "namespaces": [{"type": t} for t in ("pid", "network", "ipc", "uts", "mount", "cgroup", "user")],
+            "namespaces": [*({"type": t} for t in _NEW_NAMESPACES), _USER_NAMESPACE],
             "uidMappings": mapping,
             "gidMappings": mapping,
             "seccomp": _seccomp(),

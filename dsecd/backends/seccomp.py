@@ -23,15 +23,22 @@ _LOW32 = 0xFFFFFFFF
 # include/uapi/linux/sched.h: every flag of clone(2) that makes a namespace.
 _CLONE_NEW = 0x7E020000
 # include/uapi/linux/socket.h
-_AF_ALLOWED = {"unix": 1, "inet": 2, "inet6": 10, "netlink": 16}
+_AF_UNIX, _AF_INET, _AF_INET6, _AF_NETLINK = 1, 2, 10, 16
+# include/uapi/linux/in.h. Asking for a protocol loads its module; these have had holes that anybody could reach, and
+# programs that use them need a network, which there is none of. UDP-Lite and multipath TCP are not among the allowed
+# either: whoever tries them falls back.
+_INET_PROTOCOLS = {"any": 0, "icmp": 1, "tcp": 6, "udp": 17, "icmpv6": 58, "raw": 255}
+# include/uapi/linux/netlink.h: addresses and routes, lists of sockets, device events, and what login programs note.
+_NETLINK_PROTOCOLS = {"route": 0, "sock_diag": 4, "audit": 9, "kobject_uevent": 15}
 
 #: ioctls that ordinary programs need. Everything else answers ENOSYS: no injecting of input into a terminal (TIOCSTI,
-#: TIOCLINUX), no swapping of extents between files (XFS_IOC_SWAPEXT, EXT4_IOC_MOVE_EXT), no drivers.
+#: TIOCLINUX), no other line discipline for it (TIOCSETD loads the kernel's oldest drivers), no swapping of extents
+#: between files (XFS_IOC_SWAPEXT, EXT4_IOC_MOVE_EXT), no drivers.
 #: include/uapi/asm-generic/ioctls.h, linux/sockios.h, linux/fs.h
 _IOCTLS = (
     *range(0x5401, 0x5412),  # TCGETS … TIOCOUTQ
     0x5413, 0x5414, 0x5415, 0x5416, 0x5417, 0x5418, 0x5419, 0x541A, 0x541B,  # TIOCGWINSZ … FIONREAD
-    0x5420, 0x5421, 0x5422, 0x5423, 0x5424, 0x5425, 0x5426, 0x5427, 0x5428, 0x5429,  # TIOCPKT … TIOCGSID
+    0x5420, 0x5421, 0x5422, 0x5424, 0x5425, 0x5426, 0x5427, 0x5428, 0x5429,  # TIOCPKT … TIOCGSID
     0x542A, 0x542B, 0x542C, 0x542D,  # TCGETS2 …
     0x5450, 0x5451, 0x5452,  # FIONCLEX FIOCLEX FIOASYNC
     0x5460,  # FIOQSIZE
@@ -79,7 +86,7 @@ _ALLOWED = [
     "set_thread_area", "set_tid_address", "setfsgid", "setfsuid", "setgid", "setgroups", "setitimer",
     "setpgid", "setpriority", "setregid", "setresgid", "setresuid", "setreuid", "setrlimit", "setsid",
     "setsockopt", "setuid", "setxattr", "setxattrat", "shmat", "shmctl", "shmdt", "shmget", "shutdown",
-    "sigaltstack", "signalfd", "signalfd4", "socketpair", "splice", "stat", "statfs", "statx",
+    "sigaltstack", "signalfd", "signalfd4", "splice", "stat", "statfs", "statx",
     "symlink", "symlinkat", "sync", "sync_file_range", "syncfs", "sysinfo", "tee", "tgkill", "time",
     "timer_create", "timer_delete", "timer_getoverrun", "timer_gettime", "timer_settime",
     "timerfd_create", "timerfd_gettime", "timerfd_settime", "times", "tkill", "truncate", "umask",
@@ -126,6 +133,19 @@ def _clone_rules() -> list[dict[str, Any]]:
     return [_allow(["clone"], _masked(0, _CLONE_NEW, 0)), *refused]
 
 
+def _socket_rules() -> list[dict[str, Any]]:
+    """Sockets by family and protocol, pairs only of AF_UNIX: a pair of another family would make its sockets first."""
+    protocols = {_AF_INET: _INET_PROTOCOLS, _AF_INET6: _INET_PROTOCOLS, _AF_NETLINK: _NETLINK_PROTOCOLS}
+    return [
+        _allow(["socket", "socketpair"], _masked(0, _LOW32, _AF_UNIX)),
+        *(
+            _allow(["socket"], _masked(0, _LOW32, family), _masked(2, _LOW32, protocol))
+            for family, allowed in protocols.items()
+            for protocol in allowed.values()
+        ),
+    ]
+
+
 def profile() -> dict[str, Any]:
     """The ``linux.seccomp`` object of an OCI runtime configuration for this machine."""
     return {
@@ -137,7 +157,7 @@ def profile() -> dict[str, Any]:
             _refuse(_REFUSED, _EPERM),
             *_clone_rules(),
             *(_allow(["ioctl"], _masked(1, _LOW32, command)) for command in _IOCTLS),
-            *(_allow(["socket"], _masked(0, _LOW32, family)) for family in _AF_ALLOWED.values()),
+            *_socket_rules(),
             # PER_LINUX, and the query 0xffffffff; the others change what the kernel does with addresses and exec.
             *(_allow(["personality"], _masked(0, _LOW32, value)) for value in (0x0, 0x0008, 0x20000, 0x20008, _LOW32)),
         ],

@@ -9,6 +9,7 @@ own module.  Every fd returned is close-on-exec and belongs to the caller.
 import ctypes
 import errno
 import os
+import platform
 import sys
 from pathlib import Path
 
@@ -81,6 +82,9 @@ _NR = {
     "openat2": 437,
     "mount_setattr": 442,
 }
+
+# Older calls have numbers by architecture; syscall_64.tbl, asm-generic/unistd.h.
+_SETRESUID = ctypes.c_long(117 if platform.machine() == "x86_64" else 147)
 
 # The Linux release each call came with, for the message that explains ENOSYS.
 _SINCE = {
@@ -252,6 +256,14 @@ def setfsuid(uid: int) -> int:
     The call cannot report failure: ask again with -1, which changes nothing, to see what is in force.
     """
     return int(_libc.setfsuid(ctypes.c_uint(uid & 0xFFFFFFFF))) & 0xFFFFFFFF
+
+
+def seteuid(uid: int) -> None:
+    """Set the effective uid of the calling thread alone (the C library's function changes all threads).
+
+    setresuid(2); "C library/kernel differences".
+    """
+    _check(_libc.syscall(_SETRESUID, ctypes.c_int(-1), ctypes.c_uint(uid), ctypes.c_int(-1)), "setresuid")
 
 
 def setfsgid(gid: int) -> int:

@@ -7,6 +7,7 @@ Every attempt of tests/support/hostile.py runs twice: as root in a sandbox, and 
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,7 @@ _HOSTILE = Path(__file__).resolve().parents[1] / "support" / "hostile.py"
 #: What the machine outside may itself refuse (its own kernel configuration); the others must succeed there.
 _MAY_FAIL_OUTSIDE = frozenset({
     "push terminal input", "push terminal input past 32 bits",  # dev.tty.legacy_tiocsti may be 0
+    "UDP-Lite socket", "netfilter socket",  # each by what the kernel was built with
     "crypto socket", "make a disk", "io_uring", "userfaultfd", "bpf", "packet socket", "reach the network",
     "set the clock", "read kernel keys", "write sysrq", "set the host's name", "raise a hard limit",
 })  # fmt: skip
@@ -71,6 +73,50 @@ def test_every_attempt_can_succeed_outside(outcomes: tuple[dict[str, str], dict[
     failed = {name: outcome for name, outcome in outside.items() if outcome != "succeeded"}
     assert set(failed) <= _MAY_FAIL_OUTSIDE, failed
     print(f"attempts that prove nothing on this machine, since they fail outside as well: {failed}")
+
+
+_TAKE_ALL = """
+import ctypes, os, sys, time
+libc = ctypes.CDLL(None)
+def queue():
+    name = b"/dsec-%d" % time.monotonic_ns()
+    fd = libc.mq_open(name, os.O_CREAT | os.O_RDWR, 0o600, None)
+    libc.mq_unlink(name)
+    return fd
+def terminal():
+    try:
+        return os.open("/dev/ptmx", os.O_RDWR | os.O_NOCTTY)
+    except OSError:
+        return -1
+def take(open_one):
+    count = 0
+    while count < 10000 and open_one() >= 0:
+        count += 1
+    return count
+print(take(lambda: libc.inotify_init1(0)), take(queue), take(terminal), flush=True)
+time.sleep(float(sys.argv[1]))
+"""
+
+
+def test_one_sandbox_cannot_use_up_what_the_kernel_counts_for_all(client: Client) -> None:
+    """Inotify instances, message queues and terminals: while one holds all it gets, another gets as many."""
+    one, two = (client.create(SandboxSpec(image=IMAGE)).id for _number in range(2))
+
+    def take_all(hold_s: str) -> ExecRequest:
+        return ExecRequest(argv=("python3", "-c", _TAKE_ALL, hold_s))
+
+    alone = client.exec(two, take_all("0")).text
+    holder = client.exec_start(one, take_all("60"))
+    deadline = time.monotonic() + 30
+    while (held := client.exec_output(one, holder.exec_id).data) == b"" and time.monotonic() < deadline:
+        time.sleep(0.05)
+    beside = client.exec(two, take_all("0")).text
+    terminal = client.exec(two, ExecRequest(argv=("test", "-t", "0"), pty=True)).exit_code
+    for sandbox_id in (one, two):
+        client.delete(sandbox_id)
+    assert held.decode() == beside == alone
+    assert min(int(count) for count in alone.split()) > 5
+    assert terminal == 0
 
 
 def test_ids_of_two_sandboxes_never_meet(daemon: Daemon, client: Client) -> None:

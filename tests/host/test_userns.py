@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """User namespaces, looked at by processes that nsenter puts inside."""
 
+import ctypes
 import os
 import threading
 from collections.abc import Iterator
@@ -34,6 +35,17 @@ def test_ids_inside_and_outside(disk: Path) -> None:
         inside(fd, "sh", "-c", f"touch {disk}/root; touch {disk}/last; chown 65535:7 {disk}/last")
     done = proc.run_blocking(["stat", "-c", "%n %u %g", "root", "last"], timeout_s=10, cwd=disk)
     assert done.stdout == b"root 1000000 1000000\nlast 1065535 1000007\n"
+
+
+def test_each_belongs_to_its_own_root_and_the_caller_stays_who_it_is() -> None:
+    """What the kernel counts per user is not counted for us.  ioctl_ns(2), NS_GET_OWNER_UID."""
+    owner = ctypes.c_uint32()
+    with namespace(3_000_000) as fd:
+        assert ctypes.CDLL(None).ioctl(fd, ctypes.c_ulong(0xB704), ctypes.byref(owner)) == 0
+    assert owner.value == 3_000_000
+    status = Path("/proc/thread-self/status").read_text().splitlines()
+    assert [line.split()[1:] for line in status if line.startswith("Uid:")] == [["0"] * 4]
+    assert proc.run_blocking(["id", "-u"], timeout_s=10).stdout == b"0\n"
 
 
 def test_range_ends_where_it_should(disk: Path) -> None:

@@ -25,7 +25,7 @@ ADD_KEY, IO_URING_SETUP, BPF, USERFAULTFD, PERF_EVENT_OPEN, OPEN_TREE, CLONE3 = 
 NAME_TO_HANDLE_AT, KEYCTL, PIVOT_ROOT, FSOPEN = 303, 250, 155, 430
 CLONE_NEWUSER, CLONE_NEWNS, CLONE_NEWNET = 0x10000000, 0x20000, 0x40000000
 PTRACE_ATTACH, PTRACE_DETACH = 16, 17
-TIOCSTI = 0x5412
+TIOCSTI, TIOCSETD = 0x5412, 0x5423
 
 
 def call(number: int, *args: object) -> int:
@@ -138,6 +138,25 @@ def swap_extents() -> None:
                 raise
 
 
+def change_line_discipline() -> None:
+    """To the one that it has."""
+    master, slave = pty.openpty()
+    try:
+        fcntl.ioctl(slave, TIOCSETD, b"\0\0\0\0")
+    finally:
+        os.close(master)
+        os.close(slave)
+
+
+def inet_socket_pair() -> None:
+    """The kernel makes two sockets of the family, with all that this loads, before it finds that they make no pair."""
+    try:
+        libc_call("socketpair", socket.AF_INET, socket.SOCK_STREAM, 0, (ctypes.c_int * 2)())
+    except OSError as error:
+        if error.errno != errno.EOPNOTSUPP:
+            raise
+
+
 def attempts(victim: int) -> dict[str, Callable[[], object]]:
     null = ctypes.c_void_p(None)
     return {
@@ -155,6 +174,10 @@ def attempts(victim: int) -> dict[str, Callable[[], object]]:
         "list the victim's program": lambda: os.readlink(f"/proc/{victim}/exe"),
         "push terminal input": lambda: push_terminal_input(TIOCSTI),
         "push terminal input past 32 bits": lambda: push_terminal_input(0x7_0000_0000 | TIOCSTI),
+        "change the line discipline": change_line_discipline,
+        "a pair of sockets that are not AF_UNIX": inet_socket_pair,
+        "UDP-Lite socket": lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM, 136).close(),
+        "netfilter socket": lambda: socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 12).close(),
         "swap extents": swap_extents,
         "add a key": lambda: call(ADD_KEY, b"user", b"dsec", b"x", 1, -2),
         "io_uring": lambda: os.close(call(IO_URING_SETUP, 4, ctypes.create_string_buffer(120))),
