@@ -148,3 +148,5 @@ def _make_cgroups(top: Path, uid: int) -> None:
     for path in (top, top / "agent", top / "run"):
         path.mkdir(mode=0o755, exist_ok=True)
         cgroup.delegate(path, uid)
+    # Not among what is delegated by default; without it the agent could not end what outlives the grace of a stop.
+    os.chown(top / "run" / "cgroup.kill", uid, uid)

@@ -4,6 +4,7 @@
 import asyncio
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from libdsec.errors import (
     TimedOut,
     WrongState,
 )
-from libdsec.types import CreateRequest, ExecRequest, Limits, SandboxSpec
+from libdsec.types import CreateRequest, ExecReason, ExecRequest, Limits, SandboxSpec
 from tests.support.daemon import Daemon
 from tests.support.rootfs import debian_tar
 
@@ -63,6 +64,16 @@ def test_stop_keeps_files_and_start_runs_again(client: Client) -> None:
     assert client.start(sandbox.id).state == "running"
     assert client.start(sandbox.id).state == "running"
     assert sh(client, sandbox.id, "cat /root/file; ls /tmp") == "kept\n"
+
+
+def test_stop_kills_what_outlives_the_grace_and_its_exec_says_so(daemon: Daemon, client: Client) -> None:
+    sandbox = client.create(spec())
+    stubborn = ExecRequest(argv=("sh", "-c", "trap '' TERM; touch /root/deaf; while :; do sleep 1; done"))
+    with daemon.client() as waiting, ThreadPoolExecutor() as pool:
+        running = pool.submit(waiting.exec, sandbox.id, stubborn)
+        sh(client, sandbox.id, "until [ -e /root/deaf ]; do sleep 0.02; done")
+        assert client.stop(sandbox.id, grace_s=0.2).state == "stopped"
+        assert running.result(30).reason == ExecReason.SHUTDOWN
 
 
 def test_stop_lets_processes_clean_up(client: Client) -> None:
