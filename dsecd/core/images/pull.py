@@ -71,7 +71,7 @@ def debian(
     if mirror is not None:
         argv.append(mirror)
     env = _network_env(scratch) | _apt_proxies()
-    program = Program(argv, timeout_s=_BOOTSTRAP_TIMEOUT_S, env=env, fifo=fifo)
+    program = Program(argv, f"Debian {suite}", timeout_s=_BOOTSTRAP_TIMEOUT_S, env=env, fifo=fifo)
     return program.read, program.close
 
 

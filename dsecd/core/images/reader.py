@@ -257,10 +257,11 @@ class Program:
     """
 
     def __init__(
-        self, argv: list[str], *, timeout_s: float, env: dict[str, str] | None = None, feed: Read | None = None,
-        fifo: Path | None = None,
+        self, argv: list[str], what: str, *, timeout_s: float, env: dict[str, str] | None = None,
+        feed: Read | None = None, fifo: Path | None = None,
     ) -> None:
         self._argv = argv
+        self._what = what
         self._fd, writer = os.pipe2(os.O_CLOEXEC) if fifo is None else _make_fifo(fifo)
         self._error: Exception | None = None
         self._fds = {3: writer}
@@ -304,12 +305,25 @@ class Program:
             if self._error is not None:
                 if isinstance(self._error, DsecError):
                     raise self._error
-                raise BackendFailed(f"import: {self._error}") from self._error
+                raise self._reason(self._error) from self._error
         return data
 
+    def _reason(self, error: Exception) -> DsecError:
+        # A program that reads what we feed it and says no means the source, unless something killed it.
+        if self._feeder is not None and isinstance(error, proc.ProcessFailed) and error.returncode > 0:
+            last = error.stderr.rpartition("\n")[2].rpartition(" : ")[2]
+            return InvalidSpec(f"import {self._what}: damaged compressed data: {last}")
+        return BackendFailed(f"import {self._what}: {error}")
+
     def close(self) -> None:
-        """Close the reading end: a program that still writes gets SIGPIPE."""
+        """Close the reading end: a program that still writes gets SIGPIPE.
+
+        Waits until nothing reads the source any more: its descriptor is closed next, and the number used again.
+        """
         os.close(self._fd)
+        if self._feeder is not None:
+            self._thread.join()
+            self._feeder.join()
 
 
 def _make_fifo(path: Path) -> tuple[int, int]:
@@ -338,7 +352,7 @@ def open_stream(read: Read, what: str, stack: contextlib.ExitStack) -> ForwardRe
         # -f: the operands are symbolic links and the output exists.  Without --no-sparse it seeks over zeros, and
         # what it writes to is a pipe.
         argv = ["zstd", "-dqf", "--no-sparse", "-o", "/dev/fd/3", "--", "/dev/fd/4"]
-        program = Program(argv, timeout_s=_ZSTD_TIMEOUT_S, feed=joined)
+        program = Program(argv, what, timeout_s=_ZSTD_TIMEOUT_S, feed=joined)
         stack.callback(program.close)
         return ForwardReader(program.read, what)
     for magic, make in ((GZIP_MAGIC, _Gzip), (BZIP2_MAGIC, bz2.BZ2Decompressor), (XZ_MAGIC, _xz)):

@@ -102,7 +102,7 @@ class TarImport:
         if member.type == tarfile.LNKTYPE:
             self.tree.link(parts, split_name(_bytes(member.linkname)))
             return
-        if member.isdev() and parts[:1] == (b"dev",):
+        if member.isdev() and self.tree.resolve(parts)[:1] == (b"dev",):
             return  # a sandbox has its own /dev
         node = _node(parts, member)
         self.tree.put(parts, node)

@@ -6,8 +6,9 @@ hard links), and every check of a member that needs no more than the member and 
 archives or directories, contents of files, and the form in which a tree is stored.
 
 A hostile archive cannot escape from a tree in memory: a name is a path of components below the root, never
-resolved by the kernel, and a member below a symbolic link is refused instead of followed.  Nothing is written to
-the host's file system under a name that an archive chose.
+resolved by the kernel.  Symbolic links on the way to a member are followed inside the tree, as tar does it in a
+root of its own: '/' is the image's root, and '..' there stays there.  Nothing is written to the host's file system
+under a name that an archive chose.
 """
 
 import enum
@@ -19,6 +20,7 @@ from libdsec.errors import InvalidSpec
 #: Ids that exist in a sandbox's user namespace; other owners could not be mapped (user_namespaces(7)).
 ID_LIMIT = 65536
 NAME_MAX = 255  # include/uapi/linux/limits.h
+SYMLINKS_MAX = 40  # followed for one path: path_resolution(7)
 PATH_MAX = 4095  # the kernel's PATH_MAX without its NUL
 XATTR_NAME_MAX = 255
 #: All extended attributes of one inode; more than any of Linux's own file systems but XFS can hold.
@@ -194,7 +196,8 @@ class Tree:
     def put(self, parts: Parts, node: Node) -> None:
         """Add a member; what had its name is replaced, but a directory keeps its children under a directory.
 
-        Raises InvalidSpec if the member is refused or lies below something that is not a directory.
+        Symbolic links on the way are followed, one that has the member's own name is replaced.  Raises InvalidSpec
+        if the member is refused or lies below something that is not a directory.
         """
         check_node(parts, node)
         self._claim_metadata(parts, node)
@@ -229,7 +232,8 @@ class Tree:
 
     def whiteout(self, parts: Parts, name: bytes) -> None:
         """Apply the whiteout `name` of a layer in directory `parts` (OCI image spec, layer.md)."""
-        directory = self.find(parts)
+        way, broken = self._follow((*parts, name))
+        directory = None if broken else self.find(way[:-1])
         if directory is None or directory.children is None:
             return
         if name == OPAQUE_WHITEOUT:
@@ -246,13 +250,26 @@ class Tree:
             del directory.children[hidden]
 
     def find(self, parts: Parts) -> Node | None:
-        """The node at a path, symbolic links not followed."""
+        """The node at a path; symbolic links on the way to its last component are followed, the last is not."""
         node: Node | None = self.root
-        for part in parts:
+        for depth, part in enumerate(parts):
             if node is None or node.children is None:
                 return None
             node = node.children.get(part)
+            if node is not None and node.kind is Kind.SYMLINK and depth < len(parts) - 1:
+                way, broken = self._follow(parts)
+                return None if broken else self.find(way)
         return node
+
+    def resolve(self, parts: Parts) -> Parts:
+        """`parts` without symbolic links on the way to its last component.
+
+        Raises InvalidSpec if one leads nowhere.  What comes after the links need not be there yet.
+        """
+        way, broken = self._follow(parts)
+        if broken:
+            raise refuse(parts, broken)
+        return way
 
     def walk(self) -> Iterator[tuple[bytes, Node]]:
         """Every name below the root with its node, parents first, in byte order of each directory's names."""
@@ -288,6 +305,8 @@ class Tree:
             child = node.children.get(part)
             if child is None:
                 child = node.children[part] = Node.directory(layer=self.layer)
+            elif child.kind is Kind.SYMLINK:
+                return self._directory(self.resolve(parts))
             elif child.kind is not Kind.DIR:
                 raise refuse(
                     parts, f"it lies below {show(parts[: depth + 1])}, which is a {child.kind.name.lower()}"
@@ -295,6 +314,36 @@ class Tree:
             node = child
         assert node.children is not None
         return node.children
+
+    def _follow(self, parts: Parts) -> tuple[Parts, str]:
+        """See `resolve`; the second value says what is wrong, "" for nothing (path_resolution(7))."""
+        way: list[tuple[bytes, Node | None]] = []
+        # What is still to be walked, the next one last, and the link it comes from.
+        pending: list[tuple[bytes, Parts | None]] = [(part, None) for part in reversed(parts[:-1])]
+        followed = length = 0
+        while pending:
+            part, link = pending.pop()
+            if part == b"..":
+                length -= len(way.pop()[0]) + 1 if way else 0
+                continue
+            above = way[-1][1] if way else self.root
+            child = above.children.get(part) if above is not None and above.children is not None else None
+            here = (*(name for name, _ in way), part) if link is None else link
+            if child is not None and child.kind is Kind.SYMLINK:
+                followed += 1
+                if followed > SYMLINKS_MAX:
+                    return parts, f"more than {SYMLINKS_MAX} symlinks lie on the way to it"
+                if child.target.startswith(b"/"):
+                    way, length = [], 0
+                pending += [(p, here) for p in reversed(child.target.split(b"/")) if p not in (b"", b".")]
+                continue
+            if link is not None and (child is None or child.kind is not Kind.DIR):
+                return parts, f"it lies below {show(link)}, a symlink that leads to no directory in the image"
+            way.append((part, child))
+            length += len(part) + 1
+            if length + len(parts[-1]) > PATH_MAX:
+                return parts, f"its name is over {PATH_MAX} bytes long when the symlinks on the way are followed"
+        return (*(name for name, _ in way), *parts[-1:]), ""
 
     def _prune(self, top: Node) -> None:
         """Remove everything below `top` that a lower layer put there; directories that keep something stay."""
