@@ -70,6 +70,7 @@ class AsyncLink:
         self._info: t.ExecInfo | None = None
         self._over = False
         self._detached = False
+        self._failure: DsecError | None = None
         self._stdin_sent = self._stdin_accepted = 0
         self._trouble_since: float | None = None
 
@@ -79,6 +80,10 @@ class AsyncLink:
         if self._info is None:
             raise WrongState(f"exec in '{self.sandbox}': it is not started yet")
         return self._info
+
+    def _finished(self) -> bool:
+        """Whether nothing more is to be read: all was, or we detached. Another task may have seen to either."""
+        return self._over or self._detached
 
     async def open(self) -> Self:
         """Start the command, or attach. Raises ExecNotStarted, NotFound, WrongState, ConnectionFailed."""
@@ -143,14 +148,15 @@ class AsyncLink:
     async def _again(self, generation: int, lost: ConnectionFailed) -> None:
         """Attach again after ``lost``, unless another task already has."""
         async with self._lock:
-            if generation != self._generation or self._over or self._detached:
-                return None
+            if generation != self._generation or self._finished():
+                return
             if self._stdin_sent > self._stdin_accepted and not self._pty:
-                raise InfraError(
+                self._failure = InfraError(
                     f"{self._what}: the connection broke while standard input was under way",
                     hint="the command still runs; attach to it by its exec id",
                     exec_id=self.exec_id,
-                ) from lost
+                )
+                raise self._failure from lost
             await self._drop()
             pause_s = 0.0 if self._trouble_since is None else 0.05
             self._trouble_since = self._trouble_since or time.monotonic()
@@ -158,10 +164,14 @@ class AsyncLink:
                 await sleep(pause_s)
                 pause_s = min(max(pause_s * 2, 0.02), 1.0)
                 try:
-                    return await self._connect()
+                    await self._connect()
+                    if self._finished():
+                        await self._drop()
+                    return
                 except DsecError as exc:
                     late = time.monotonic() > self._trouble_since + self._reconnect_s
                     if not exc.retryable or late:
+                        self._failure = exc
                         raise
 
     async def _drop(self) -> None:
@@ -169,10 +179,25 @@ class AsyncLink:
         if socket is not None:
             await socket.close()
 
+    async def _current(self) -> tuple[WebSocket | None, int]:
+        """Our connection and its number; None when the stream is over or detached. Raises what ended it.
+
+        Waits while another task or thread attaches again: meanwhile there is none.
+        """
+        socket = self._socket
+        if socket is None:
+            async with self._lock:
+                socket = self._socket
+            if socket is None and not self._finished():
+                raise self._failure or WrongState(f"{self._what}: the stream is closed")
+        return socket, self._generation
+
     async def _send(self, message: bytes) -> None:
         while not self._over:
-            socket, generation = self._socket, self._generation
+            socket, generation = await self._current()
             if socket is None:
+                if not self._detached:
+                    return
                 raise WrongState(f"write to {self._what}: the stream is closed")
             try:
                 await socket.send(message)
@@ -206,12 +231,10 @@ class AsyncExecStream(AsyncLink):
 
     async def read(self) -> tuple[StreamName, bytes] | None:
         """The next piece of output and the name of its stream; None when the command has ended or we detached."""
-        while not self._over:
-            socket, generation = self._socket, self._generation
-            if self._detached:
-                return None
+        while not self._finished():
+            socket, generation = await self._current()
             if socket is None:
-                raise WrongState(f"read {self._what}: the stream is closed")
+                continue
             try:
                 message = await socket.receive()
             except ConnectionFailed as exc:
@@ -225,7 +248,8 @@ class AsyncExecStream(AsyncLink):
     async def _understand(self, message: bytes | str) -> tuple[StreamName, bytes] | None:
         if isinstance(message, str):
             await self._drop()
-            raise from_wire(c.parse(t.ErrorBody, message.encode(), "exec_stream").model_dump())
+            self._failure = from_wire(c.parse(t.ErrorBody, message.encode(), "exec_stream").model_dump())
+            raise self._failure
         self._trouble_since = None
         kind = message[0] if message else None
         if kind in (ServerFrame.STDOUT, ServerFrame.STDERR):

@@ -365,6 +365,42 @@ def test_stream_survives_a_daemon_that_restarts(daemon: FakeDaemon, box: Sandbox
     assert stream.wait().exit_code == 0
 
 
+def test_a_reader_waits_while_a_writer_attaches_again(
+    daemon: FakeDaemon, box: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection is gone for a moment, and only the writer has noticed: to the reader that is no end."""
+    with box.popen("reader", pty=True) as stream:
+        command = daemon.boxes[box.id].execs[stream.exec_id]
+        attaching, go_on = threading.Event(), threading.Event()
+        connect = stream._connect
+
+        def slowly() -> None:
+            attaching.set()
+            assert go_on.wait(10)
+            connect()
+
+        monkeypatch.setattr(stream, "_connect", slowly)
+        assert stream._socket is not None
+        stream._socket.close()
+        writer = threading.Thread(target=stream.resize, args=(30, 90))
+        writer.start()
+        assert attaching.wait(10)
+        threading.Timer(0.1, go_on.set).start()
+        command.stdout += b"more"
+        assert stream.read() == ("stdout", b"more")
+        writer.join()
+
+
+def test_what_ended_a_stream_is_told_to_reader_and_writer(daemon: FakeDaemon, box: Sandbox) -> None:
+    stream = box.popen("reader", pty=True)
+    del daemon.boxes[box.id].execs[stream.exec_id]
+    assert stream._socket is not None
+    stream._socket.close()
+    for use in (lambda: stream.resize(30, 90), stream.read):
+        with pytest.raises(NotFound):
+            use()
+
+
 def test_stream_gives_up_in_time(daemon: FakeDaemon, box: Sandbox) -> None:
     with box.popen("reader", reconnect_s=0.3) as stream:
         daemon.down()
