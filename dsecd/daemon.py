@@ -110,7 +110,8 @@ def _take_place(config: Config, stack: contextlib.ExitStack) -> _Taken:
     listening = listen.adopted(os.environ)
     for path, mode in ((config.state_dir, 0o700), (config.cache_dir, 0o755), (config.runtime_dir, 0o755)):
         path.mkdir(mode=mode, parents=True, exist_ok=True)
-    stack.callback(os.close, lock.hold(config.runtime_dir))
+    for path in (config.runtime_dir, config.state_dir):
+        stack.callback(os.close, lock.hold(path))
     _raise_open_files()
     if faults := host.missing(config.require):
         raise FeatureMissing(
@@ -119,6 +120,8 @@ def _take_place(config: Config, stack: contextlib.ExitStack) -> _Taken:
     for collision in check_ids(config):
         log.warning("id ranges: %s", collision)
     cgroup_dir = _cgroup_dir(config.cgroup_root)
+    cgroup.create(cgroup_dir)
+    stack.callback(os.close, lock.hold_cgroup(cgroup_dir))
     _enter_pinned_namespace(config.runtime_dir / "mnt")
     launch_ns = _launch_namespace(config.runtime_dir / "layers")
     stack.callback(os.close, launch_ns)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One daemon per runtime directory.
+"""One daemon per directory: of state, of runtime files, of cgroups.
 
-Here: the lock that says so. Not here: what the daemon does with the directory.
+Here: the locks that say so. Not here: what the daemon does with them.
 
 A record lock (fcntl(2)) and not flock(2): it belongs to the process alone, so a child that still holds a copy
 of the descriptor when the daemon is killed does not keep the next one out, and the kernel tells who holds it.
@@ -38,6 +38,23 @@ def hold(directory: Path) -> int:
         raise Conflict(
             f"start in {str(directory)!r}: another dsecd runs there, pid {holder or 'unknown'}",
             hint="stop it, or set another 'runtime_dir' and 'state_dir'",
+        ) from error
+    return fd
+
+
+def hold_cgroup(directory: Path) -> int:
+    """As ``hold``, for a cgroup: two daemons would take each other's sandboxes there for what nobody asked for.
+
+    No file can be made there, so this is flock(2) on the directory itself.
+    """
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(fd)
+        raise Conflict(
+            f"start with the cgroup {str(directory)!r}: another dsecd has its sandboxes there",
+            hint="stop it, or set another 'cgroup_root'",
         ) from error
     return fd
 

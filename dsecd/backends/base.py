@@ -8,12 +8,13 @@ does not: any one kind of sandbox (a file each beside this one), states and poli
 from __future__ import annotations
 
 import contextlib
+import errno
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from dsecd.backends.agentlink.link import AgentLink, LinkLost
+from dsecd.backends.agentlink.link import AgentError, AgentLink, LinkLost
 from dsecd.backends.plan import Step
 from dsecd.linux.feature import FeatureMissing as KernelFeatureMissing
 from dsecd.linux.pidfd import Process
@@ -89,10 +90,12 @@ class Backend(Protocol):
 
 
 @contextlib.contextmanager
-def translated(doing: str) -> Iterator[None]:
-    """Turn what lower layers raise into the user's errors, once, with the cause kept."""
+def translated(doing: str, *, but: type[OSError] | tuple[()] = ()) -> Iterator[None]:
+    """Turn what lower layers raise into the user's errors, once, with the cause kept; ``but`` comes out as it is."""
     try:
         yield
+    except but:
+        raise
     except KernelFeatureMissing as error:
         hint = "run 'dsecctl host' to see what this host offers"
         raise errors.FeatureMissing(f"{doing}: {error}", hint=hint) from error
@@ -100,14 +103,24 @@ def translated(doing: str) -> Iterator[None]:
         raise errors.BackendFailed(f"{doing}: {error}") from error
     except LinkLost as error:
         raise errors.SandboxLost(f"{doing}: {error}") from error
+    except AgentError as error:
+        raise errors.BackendFailed(f"{doing}: the agent refused: {error.code}") from error
     except OSError as error:
         raise from_oserror(doing, error) from error
 
 
+_FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.ENOMEM))
+_NO_DESCRIPTORS = frozenset((errno.EMFILE, errno.ENFILE))
+
+
 def from_oserror(doing: str, error: OSError) -> errors.DsecError:
-    """The user's error for a kernel's: a full disk is a matter of capacity, anything else a refusal."""
+    """The user's error for a kernel's: what has run out is a matter of capacity, anything else a refusal."""
     place = f" ({error.filename})" if error.filename else ""
+    if isinstance(error, TimeoutError) and error.errno is None:
+        return errors.TimedOut(f"{doing}: no answer in time")
     text = f"{doing}: {error.strerror or error}{place}"
-    if error.errno in (28, 122, 12):  # ENOSPC, EDQUOT, ENOMEM
+    if error.errno in _FULL:
         return errors.NoCapacity(text, hint="free disk space or memory on the host", retryable=True)
+    if error.errno in _NO_DESCRIPTORS:
+        return errors.NoCapacity(text, hint="raise the daemon's limit of open files", retryable=True)
     return errors.Refused(text, errno=error.errno)

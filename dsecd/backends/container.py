@@ -14,7 +14,7 @@ import functools
 from collections.abc import Sequence
 
 from dsecd.backends import files
-from dsecd.backends.agentlink.link import LinkLost
+from dsecd.backends.agentlink.link import AgentError, LinkLost
 from dsecd.backends.base import Box, Site, translated
 from dsecd.backends.container_steps import KILL_TIMEOUT_S, ContainerSteps
 from dsecd.backends.plan import Step
@@ -22,6 +22,8 @@ from dsecd.linux import cgroup, mechanisms, pidfd
 from libdsec import errors
 from libdsec.types import BackendState, Limits, SandboxSpec
 
+#: What the agent may take beyond the grace it was told.
+_LAST_WORDS_S = 2.0
 #: Mechanisms without which there is no container at all.
 _NEEDED = frozenset((
     "user-namespaces", "mount-namespaces", "idmapped-mounts", "overlay-data-only", "erofs-file", "cgroup-v2",
@@ -80,13 +82,16 @@ class ContainerBackend:
         cgroup.kill(self._steps.cgroup(box))
 
     async def shut_down(self, box: Box, grace_s: float) -> None:
-        await cgroup.thaw(self._steps.cgroup(box) / "run")
-        if box.link is None or box.process is None:
-            return
-        with contextlib.suppress(LinkLost, TimeoutError, ProcessLookupError):
+        # Whatever keeps it from ending in peace, an agent's lies too: what is left is killed next. TimeoutError and
+        # ProcessLookupError are OSErrors.
+        with contextlib.suppress(LinkLost, AgentError, OSError):
+            await cgroup.thaw(self._steps.cgroup(box) / "run")
+            if box.link is None or box.process is None:
+                return
             with files.closing(pidfd.open(box.process)) as fd:
-                await asyncio.wait_for(box.link.shutdown(int(grace_s * 1000)), grace_s + 2)
-                await pidfd.wait_exit(fd, grace_s + 2)
+                async with asyncio.timeout(grace_s + _LAST_WORDS_S):
+                    await box.link.shutdown(int(grace_s * 1000))
+                    await pidfd.wait_exit(fd, grace_s + _LAST_WORDS_S)
 
     async def set_limits(self, box: Box, limits: Limits) -> None:
         await self._steps.set_limits(box, limits)

@@ -7,20 +7,17 @@ does not: their order (``container.py``), crun (``launch.py``).
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import os
 import shutil
-import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from dsecd.backends import files
 from dsecd.backends.agentlink.link import connect
 from dsecd.backends.base import Box, Site, translated
 from dsecd.backends.launch import Launcher
 from dsecd.backends.limits import LimitWriter
+from dsecd.backends.plan import in_thread
+from dsecd.backends.trash import Trash
 from dsecd.linux import cgroup, pidfd
 from libdsec import errors
 from libdsec.types import Limits
@@ -28,6 +25,10 @@ from libdsec.types import Limits
 _CGROUP_PREFIX = "sandbox-"
 _CONNECT_TIMEOUT_S = 15.0
 KILL_TIMEOUT_S = 10.0
+#: What the kernel may take to let go of a cgroup whose processes have been waited for already.
+_GONE_TIMEOUT_S = 1.0
+#: How long a deletion waits for files to go; a tree that takes longer goes on by itself.
+_TRASH_WAIT_S = 5.0
 
 
 class ContainerSteps:
@@ -36,16 +37,13 @@ class ContainerSteps:
     def __init__(self, site: Site) -> None:
         self._site = site
         self._disks = site.state_dir / "sandboxes"
-        self._trash = site.state_dir / "trash"
-        for path in (self._disks, self._trash):
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._disks.mkdir(mode=0o700, parents=True, exist_ok=True)
         cgroup.create(site.cgroup_dir)
         self._launcher = Launcher(site, self._disks)
         self.limits = LimitWriter(site.cgroup_dir)
         # Starting a container is mostly work of the kernel and of crun: more at once than this only queue there.
         self._threads = ThreadPoolExecutor(max_workers=2 * (os.cpu_count() or 1), thread_name_prefix="launch")
-        # What an earlier daemon had no time to remove.
-        self._threads.submit(_remove_trees, tuple(self._trash.iterdir()))
+        self._trash = Trash(site.state_dir / "trash")
 
     def residents(self) -> set[str]:
         launcher = self._launcher
@@ -69,15 +67,8 @@ class ContainerSteps:
                 (disk / name).chmod(0o755)
 
     async def trash_disk(self, box: Box) -> None:
-        doomed = self._trash / f"{box.id}.{time.monotonic_ns()}"
-        try:
-            (self._disks / box.id).rename(doomed)
-        except FileNotFoundError:
-            return
-        # A tree that takes long to remove goes on in its thread; the next start of the daemon empties the trash.
-        with contextlib.suppress(TimeoutError):
-            removal = asyncio.get_running_loop().run_in_executor(self._threads, files.remove_tree, doomed)
-            await asyncio.wait_for(asyncio.shield(removal), KILL_TIMEOUT_S)
+        with translated(f"remove the files of '{box.id}'"):
+            await self._trash.take(self._disks / box.id, _TRASH_WAIT_S)
 
     async def make_rundir(self, box: Box) -> None:
         with translated(f"create '{box.id}'"):
@@ -88,19 +79,22 @@ class ContainerSteps:
 
     async def make_cgroup(self, box: Box) -> None:
         with translated(f"create '{box.id}'"):
-            await asyncio.to_thread(_make_cgroups, self.cgroup(box), box.uid_base)
+            await in_thread(_make_cgroups, self.cgroup(box), box.uid_base)
 
     async def remove_cgroup(self, box: Box) -> None:
-        await asyncio.to_thread(cgroup.remove, self.cgroup(box), KILL_TIMEOUT_S)
+        with translated(f"remove the cgroup of '{box.id}'"):
+            # Waiting is the loop's: a thread that waits for processes stuck in the kernel is one that others lack.
+            await cgroup.wait_empty(self.cgroup(box), _GONE_TIMEOUT_S)
+            await in_thread(cgroup.remove, self.cgroup(box), _GONE_TIMEOUT_S)
 
     async def launch(self, box: Box) -> None:
         with translated(f"start '{box.id}'"):
-            loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._threads, self._launcher.start, box, self.cgroup(box))
+            await in_thread(self._launcher.start, box, self.cgroup(box), executor=self._threads)
 
     async def end(self, box: Box) -> None:
         """Kill everything in it, wherever its start got to."""
-        await asyncio.to_thread(cgroup.kill, self.cgroup(box))
+        with translated(f"end '{box.id}'"):
+            await in_thread(cgroup.kill, self.cgroup(box))
         if not await cgroup.wait_empty(self.cgroup(box), KILL_TIMEOUT_S):
             raise errors.TimedOut(
                 f"end '{box.id}': processes still there {KILL_TIMEOUT_S:g} s after SIGKILL (stuck in the kernel?)",
@@ -110,10 +104,11 @@ class ContainerSteps:
         box.process = None
 
     async def identify_and_connect(self, box: Box) -> None:
-        box.process = pidfd.identify(self._launcher.pid(box))
+        with translated(f"start '{box.id}'"):
+            box.process = pidfd.identify(self._launcher.pid(box))
         try:
             await self.reconnect(box)
-        except errors.SandboxLost as error:
+        except (errors.SandboxLost, errors.Refused, errors.TimedOut) as error:
             said = self._launcher.last_words(box)
             raise errors.BackendFailed(f"start '{box.id}': {error.message}; last words: {said!r}") from error
 
@@ -135,11 +130,6 @@ class ContainerSteps:
     async def set_limits(self, box: Box, limits: Limits) -> None:
         with translated(f"limit '{box.id}'"):
             await self.limits.apply(self.cgroup(box), limits)
-
-
-def _remove_trees(paths: Sequence[Path]) -> None:
-    for path in paths:
-        files.remove_tree(path)
 
 
 def _make_cgroups(top: Path, uid: int) -> None:

@@ -13,12 +13,18 @@ two instructions.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
+from typing import TypeVar
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 Action = Callable[[], Awaitable[None]]
 #: Called before and after every step with "<plan>/<step>/<do or undo>/<before or after>"; tests stop the daemon there.
@@ -51,6 +57,20 @@ def points(plan: str, steps: Sequence[Step]) -> list[str]:
     forward = [f"{plan}/{step.name}/do/{when}" for step in steps for when in ("before", "after")]
     backward = [f"{plan}/{step.name}/undo/{when}" for step in reversed(steps) for when in ("before", "after")]
     return forward + backward
+
+
+async def in_thread(function: Callable[..., T], *args: object, executor: Executor | None = None) -> T:
+    """Run what blocks in a thread.  Cancelled, it waits for the thread first: an undo must not race with its do."""
+    future = asyncio.get_running_loop().run_in_executor(executor, functools.partial(function, *args))
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        while not future.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([future])
+        if not future.cancelled():
+            future.exception()  # seen: asyncio need not log it
+        raise
 
 
 async def perform(plan: str, steps: Sequence[Step], checkpoint: Checkpoint = no_checkpoint) -> None:

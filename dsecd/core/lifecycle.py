@@ -4,7 +4,7 @@
 What belongs here: create, start, stop, pause, resume, delete and adopt; each under
 the sandbox's lock, each recording its intent before the first effect and the result after the last. What
 does not: who may ask (``sandboxes.py``), how a kind of sandbox is made (``dsecd.backends``), what to do
-with what an earlier daemon left (``reconcile.py``).
+with what an earlier daemon left (``reconcile.py``), what is written where (``ledger.py``).
 
 Order that makes SIGKILL harmless: the row is there before anything else is; the row goes after everything
 else has gone. Between the two a new daemon finds the row with its intent and finishes the job.
@@ -14,19 +14,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
-import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dsecd.backends.base import translated
 from dsecd.backends.plan import Checkpoint, no_checkpoint, perform, undo
-from dsecd.core import records, translate
+from dsecd.core import translate
 from dsecd.core.events import Events
-from dsecd.core.images import records as image_records
 from dsecd.core.images.store import ImageStore
+from dsecd.core.ledger import Ledger
 from dsecd.core.live import Live
 from dsecd.core.store import Store
 from dsecd.core.tasks import Tasks
@@ -38,6 +36,8 @@ from libdsec.types import ExecRequest, State
 log = logging.getLogger(__name__)
 
 MAIN_EXEC = "main"
+#: A deletion that could not be completed is tried again after so long.
+_RETRY_DELETE_S = 30.0
 
 
 def boot_id() -> str:
@@ -52,9 +52,8 @@ class Lifecycle:
         self, store: Store, images: ImageStore, events: Events, tasks: Tasks, *, gone: Callable[[Live], None],
         deadline: Callable[[float, str], None], checkpoint: Checkpoint = no_checkpoint,
     ) -> None:
-        self._store = store
+        self._ledger = Ledger(store, events)
         self._images = images
-        self._events = events
         self.watch = Watch(tasks, self._ended)
         self._gone = gone
         self.deadline = deadline
@@ -67,17 +66,25 @@ class Lifecycle:
         """From nothing to running. On failure nothing is left, and the error comes out."""
         async with live.lock:
             record, box = live.record, live.box
-            await self._insert(live)
-            self._emit("sandbox.created", live)
+            try:
+                await self._ledger.insert(live)
+            except BaseException:
+                live.gone = True
+                self._gone(live)
+                raise
+            self._ledger.tell("sandbox.created", live)
             try:
                 await self._mount_layers(live)
                 steps = (*live.backend.disk_steps(box), *live.backend.run_steps(box))
                 await perform("create", steps, self._checkpoint)
                 await self._run(live)
             except BaseException as error:
-                # Also for a cancelled task: half a sandbox is nobody's.
+                # Also for a cancelled task: half a sandbox is nobody's. What is left of it is tried again later.
                 record.reason = str(error)
                 await asyncio.shield(self._remove(live, plan="create-failed"))
+                if live.deletion is not None and not isinstance(error, asyncio.CancelledError):
+                    # How a start ends whose processes are killed under it is nobody's concern.
+                    raise errors.WrongState(f"create '{live.id}': deleted while it was being created") from error
                 raise
             if record.expires_at is not None:
                 self.deadline(record.expires_at, record.id)
@@ -85,10 +92,10 @@ class Lifecycle:
     async def start(self, live: Live) -> None:
         """From stopped or failed to running; running already is fine."""
         async with live.lock:
-            if live.record.state in (State.RUNNING, State.PAUSED):
+            if await self._ledger.holds(live, State.RUNNING, State.PAUSED):
                 return
             live.require("start", State.STOPPED, State.FAILED)
-            await self._intend(live, "start")
+            await self._ledger.intend(live, "start")
             try:
                 await self._mount_layers(live)
                 await perform("start", live.backend.run_steps(live.box), self._checkpoint)
@@ -100,68 +107,79 @@ class Lifecycle:
     async def stop(self, live: Live, grace_s: float) -> None:
         """From running or paused to stopped; stopped or failed already is fine."""
         async with live.lock:
-            if live.record.state in (State.STOPPED, State.FAILED):
+            if await self._ledger.holds(live, State.STOPPED, State.FAILED):
                 return
             live.require("stop", State.RUNNING, State.PAUSED)
-            await self._intend(live, "stop")
+            await self._ledger.intend(live, "stop")
             self.watch.stop(live)
             await live.backend.shut_down(live.box, grace_s)
             failures = await self._end_run(live, State.STOPPED, "user", "stop")
-            if failures:
-                raise failures[0]
+            _raise_first(failures, f"stop '{live.id}'")
 
     async def pause(self, live: Live) -> None:
         async with live.lock:
-            if live.record.state is State.PAUSED:
+            if await self._ledger.holds(live, State.PAUSED):
                 return
             live.require("pause", State.RUNNING)
             await live.backend.pause(live.box)
             record = live.record
             if record.expires_at is not None:
                 record.ttl_left_s, record.expires_at = max(0.0, record.expires_at - time.time()), None
-            await self._to(live, State.PAUSED, "sandbox.paused")
+            await self._ledger.to(live, State.PAUSED, "sandbox.paused")
 
     async def resume(self, live: Live) -> None:
         async with live.lock:
-            if live.record.state is State.RUNNING:
+            if await self._ledger.holds(live, State.RUNNING):
                 return
             live.require("resume", State.PAUSED)
             await live.backend.resume(live.box)
-            record = live.record
-            if record.ttl_left_s is not None:
-                record.expires_at, record.ttl_left_s = time.time() + record.ttl_left_s, None
-                self.deadline(record.expires_at, record.id)
-            await self._to(live, State.RUNNING, "sandbox.resumed")
+            self._resume_ttl(live)
+            await self._ledger.to(live, State.RUNNING, "sandbox.resumed")
 
     async def delete(self, live: Live, reason: str) -> None:
         """From any state to nothing. Whatever holds the lock is cut short by killing the sandbox's processes first."""
-        while live.lock.locked():
-            with contextlib.suppress(OSError):
-                await asyncio.to_thread(live.backend.kill, live.box)
-            # A creation may not have got to its processes yet: look again.
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(0.2), live.lock:
-                    break
-        async with live.lock:
+        await self._seize(live)
+        try:
             if live.gone:
                 return
             self.watch.stop(live)
             live.record.reason = reason
             live.record.intent = "delete"
-            await self._to(live, State.DELETING, "sandbox.deleting")
-            await self._remove(live, plan="delete")
+            try:
+                await self._ledger.to(live, State.DELETING, "sandbox.deleting")
+            except errors.DsecError as error:
+                # On a full disk too: removing is what makes room.
+                log.warning("sandbox=%s deletion not recorded before it begins: %s", live.id, error)
+            _raise_first(await self._remove(live, plan="delete"), f"delete '{live.id}'")
+        finally:
+            live.lock.release()
+
+    async def _seize(self, live: Live) -> None:
+        """Take the lock from whatever holds it or waits for it to be free."""
+        while True:
+            if live.lock.locked():
+                with contextlib.suppress(OSError):
+                    await asyncio.to_thread(live.backend.kill, live.box)
+            # A creation may not have got to its processes yet: look again.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.2):
+                    await live.lock.acquire()
+                    return
 
     async def change(self, live: Live) -> None:
         """Save what the caller changed in the record."""
         if live.record.expires_at is not None:
             self.deadline(live.record.expires_at, live.id)
-        await self._save(live, durable=True)
+        await self._ledger.save(live, durable=True)
         live.changed()
 
     # --- taking over from an earlier daemon --------------------------------------------------------------------------
 
     async def adopt(self, live: Live) -> None:
-        """Take over a sandbox whose record says that it runs. One that does not any more becomes failed."""
+        """Take over a sandbox whose record says that it runs. One that does not any more becomes failed.
+
+        Raises NoCapacity when this daemon has no descriptor or memory left for it: then it is left as it is.
+        """
         async with live.lock:
             record, box = live.record, live.box
             reason = "host restarted" if record.boot_id != self._boot_id else "its processes ended"
@@ -173,6 +191,8 @@ class Lifecycle:
                     await (live.backend.pause(box) if record.state is State.PAUSED else live.backend.resume(box))
                     self.watch.start(live)
                     return
+                except errors.NoCapacity:
+                    raise
                 except errors.DsecError as error:
                     reason = f"agent lost: {error.message}"
             await self._end_run(live, State.FAILED, reason, "adopt-failed")
@@ -196,67 +216,77 @@ class Lifecycle:
         record.process, record.boot_id, record.started_at = live.box.process, self._boot_id, time.time()
         record.intent, record.reason = "", None
         self.watch.start(live)
-        await self._to(live, State.RUNNING, "sandbox.running")
+        await self._ledger.to(live, State.RUNNING, "sandbox.running")
 
     async def _ended(self, live: Live, reason: str) -> None:
         await self._end_run(live, State.FAILED, reason, "died")
 
     async def _end_run(self, live: Live, state: State, reason: str, plan: str) -> list[Exception]:
+        """Undo what a stop undoes and remember why; what went wrong is returned, and makes the sandbox failed."""
+        self.watch.stop(live)
         failures = await undo(plan, live.backend.run_steps(live.box), self._checkpoint)
         record = live.record
         record.reason = "; ".join([reason, *map(str, failures)])
         record.intent, record.process = "", None
         if failures:
             state = State.FAILED
-        await self._to(live, state, f"sandbox.{state}")
+        # Only a pause stops its time.
+        self._resume_ttl(live)
+        try:
+            await self._ledger.to(live, state, f"sandbox.{state}")
+        except errors.DsecError as error:
+            # It has ended all the same. A daemon that reads the old record finds that out by itself.
+            log.warning("sandbox=%s state=%s not recorded: %s", live.id, state, error)
+            failures.append(error)
         return failures
 
-    async def _remove(self, live: Live, plan: str) -> None:
-        """Undo everything; the row goes last. What cannot be undone now keeps the row, for another try later."""
+    def _resume_ttl(self, live: Live) -> None:
+        record = live.record
+        if record.ttl_left_s is not None:
+            record.expires_at, record.ttl_left_s = time.time() + record.ttl_left_s, None
+            self.deadline(record.expires_at, record.id)
+
+    async def _remove(self, live: Live, plan: str) -> list[Exception]:
+        """Undo everything; the row goes last. What cannot be undone now is returned, and keeps the row for another
+        try later."""
+        self.watch.stop(live)
         steps = (*live.backend.disk_steps(live.box), *live.backend.run_steps(live.box))
         failures = await undo(plan, steps, self._checkpoint)
+        try:
+            if not failures:
+                await self._ledger.forget(live)
+        except errors.DsecError as error:
+            failures.append(error)
         if failures:
-            live.record.reason = f"could not be removed yet: {failures[0]}"
-            live.record.intent = "delete"
-            await self._to(live, State.DELETING, "sandbox.stuck")
-            self.deadline(time.time() + 30, live.id)
-            raise failures[0]
+            await self._stuck(live, failures[0])
+            return failures
 
-        # Not durable: should a loss of power bring the row back, the next daemon finds it deleting, or without
-        # processes, and nobody is misled by that.
-        await self._store.write(functools.partial(_forget, live.id))
         live.gone = True
         self._gone(live)
-        if not all(self._images.get(digest).names for digest in live.record.layers):
-            await self._images.remove_unused()
-        self._emit("sandbox.deleted", live)
+        self._ledger.tell("sandbox.deleted", live)
         live.changed()
-
-    async def _insert(self, live: Live) -> None:
-        remember = functools.partial(_remember, records.frozen(live.record), live.id, live.record.layers)
         try:
-            await self._store.write(remember, durable=True)
-        except BaseException:
-            self._gone(live)
-            raise
+            if not all(self._images.get(digest).names for digest in live.record.layers):
+                await self._images.remove_unused()
+        except errors.DsecError as error:
+            # The sandbox has gone; the image is looked at again with the next one, or at the next start.
+            log.warning("sandbox=%s images that it alone held are not removed: %s", live.id, error)
+        return failures
 
-    async def _intend(self, live: Live, intent: str) -> None:
-        live.record.intent = intent
-        await self._save(live, durable=False)
+    async def _stuck(self, live: Live, failure: Exception) -> None:
+        live.record.reason = f"could not be removed yet: {failure}"
+        live.record.intent = "delete"
+        self.deadline(time.time() + _RETRY_DELETE_S, live.id)
+        try:
+            await self._ledger.to(live, State.DELETING, "sandbox.stuck")
+        except errors.DsecError as error:
+            log.warning("sandbox=%s is stuck, and that is not recorded: %s", live.id, error)
 
-    async def _to(self, live: Live, state: State, event: str) -> None:
-        live.record.state = state
-        await self._save(live, durable=False)
-        self._emit(event, live)
-        live.changed()
 
-    async def _save(self, live: Live, *, durable: bool) -> None:
-        row = records.frozen(live.record)
-        await self._store.write(functools.partial(records.save, row=row), durable=durable)
-
-    def _emit(self, kind: str, live: Live) -> None:
-        details = {"state": str(live.record.state)} | ({"reason": live.record.reason} if live.record.reason else {})
-        self._events.emit(kind, live.id, owner_uid=live.record.owner_uid, **details)
+def _raise_first(failures: Sequence[Exception], doing: str) -> None:
+    if failures:
+        with translated(doing):
+            raise failures[0]
 
 
 async def _start_main(live: Live) -> None:
@@ -268,15 +298,3 @@ async def _start_main(live: Live) -> None:
             live.start_request(request, MAIN_EXEC, stdin_open=False), attach=False
         )
         await channel.detach()
-
-
-def _remember(row: tuple[object, ...], sandbox_id: str, layers: tuple[str, ...], db: sqlite3.Connection) -> None:
-    """The row and its hold on the images, both or neither."""
-    records.save(db, row)
-    for digest in layers:
-        image_records.hold(db, digest, sandbox_id)
-
-
-def _forget(sandbox_id: str, db: sqlite3.Connection) -> None:
-    records.delete(db, sandbox_id)
-    image_records.release_all(db, sandbox_id)

@@ -60,6 +60,7 @@ class Live:
     defaults: Defaults
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     gone: bool = False  # nothing of it is left
+    unsaved: bool = False  # the database does not have the record as it is: its disk was full
     watch_fd: int | None = None  # pidfd of its init, while watched
     deletion: asyncio.Task[None] | None = None
     creation: asyncio.Task[None] | None = None

@@ -20,13 +20,15 @@ from dsecd.core.live import Live
 from dsecd.core.records import Record
 from dsecd.core.registry import Registry
 from dsecd.core.store import Store
-from libdsec.errors import DsecError
+from dsecd.core.tasks import Tasks
+from libdsec.errors import DsecError, NoCapacity
 from libdsec.types import Finding, SandboxSpec, State
 
 log = logging.getLogger(__name__)
 
-#: Adoptions at once: each is a connection and a few round trips, so this bounds descriptors rather than work.
-_PARALLEL = 64
+#: How long the daemon waits with its first answer. An agent that does not answer is given up later than that, and must
+#: not keep the others' users waiting.
+_PATIENCE_S = 3.0
 
 
 def load(store: Store) -> list[Record]:
@@ -36,40 +38,60 @@ def load(store: Store) -> list[Record]:
 
 async def reconcile(
     found: Sequence[Record], registry: Registry, lifecycle: Lifecycle, backends: Mapping[str, Backend],
-    checkpoint: Checkpoint = no_checkpoint,
+    tasks: Tasks, checkpoint: Checkpoint = no_checkpoint,
 ) -> None:
-    """Bring records and reality together. Call once, before the first request."""
+    """Bring records and reality together. Call once, before the first request.
+
+    What takes long goes on afterwards, each sandbox under its lock. Raises NoCapacity when this daemon was given
+    too few descriptors or too little memory for what runs, which then goes on running.
+    """
     lives = [registry.enter(record) for record in found if record.spec.backend in backends]
     for record in found:
         if record.spec.backend not in backends:
             log.warning("sandbox=%s backend=%s is not available: left alone", record.id, record.spec.backend)
     await _remove_strangers({record.id for record in found}, backends, checkpoint)
-    gate = asyncio.Semaphore(_PARALLEL)
+    shortages: list[NoCapacity] = []
 
     async def one(live: Live) -> None:
-        async with gate:
-            try:
-                await _take_over(live, lifecycle)
-            except DsecError as error:
-                log.warning("sandbox=%s could not be taken over: %s", live.id, error)
+        try:
+            if shortage := await _take_over(live, lifecycle):
+                shortages.append(shortage)
+                log.warning("sandbox=%s not taken over: %s", live.id, shortage)
+        # Broad: a boundary between sandboxes. Whatever one of them is, the others must be served.
+        except Exception as error:
+            log.warning("sandbox=%s could not be taken over: %s", live.id, error, exc_info=_bug(error))
 
-    async with asyncio.TaskGroup() as group:
-        for live in lives:
-            group.create_task(one(live))
+    work = [tasks.spawn(f"take over {live.id}", one(live)) for live in lives]
+    if work:
+        _done, late = await asyncio.wait(work, timeout=_PATIENCE_S)
+        if late:
+            log.warning("serving while %d sandboxes are still being taken over", len(late))
+    if shortages:
+        # Ending what runs because this daemon was given too little would be the worse answer.
+        raise shortages[0]
 
 
-async def _take_over(live: Live, lifecycle: Lifecycle) -> None:
+def _bug(error: Exception) -> Exception | None:
+    return None if isinstance(error, DsecError) else error
+
+
+async def _take_over(live: Live, lifecycle: Lifecycle) -> NoCapacity | None:
+    """What this daemon lacked to take it over, if that is what kept it."""
     record = live.record
     if record.state in (State.CREATING, State.DELETING) or record.intent in ("create", "delete"):
         # Its creation was never acknowledged, or its deletion was asked for.
         await lifecycle.delete(live, record.reason or "interrupted by a restart of the daemon")
-        return
+        return None
     if record.intent in ("start", "stop"):
         await lifecycle.finish_stop(live)
     elif record.state in (State.RUNNING, State.PAUSED):
-        await lifecycle.adopt(live)
+        try:
+            await lifecycle.adopt(live)
+        except NoCapacity as error:
+            return error
     if record.expires_at is not None:
         lifecycle.deadline(record.expires_at, record.id)
+    return None
 
 
 async def _remove_strangers(known: set[str], backends: Mapping[str, Backend], checkpoint: Checkpoint) -> None:

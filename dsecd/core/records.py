@@ -57,14 +57,12 @@ _COLUMNS = (
     "request_digest", "started_at", "expires_at", "ttl_left_s", "pid", "pid_started", "boot_id", "off",
 )  # fmt: skip
 
-_UPSERT = (
-    f"INSERT INTO sandboxes ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))}) "
-    f"ON CONFLICT (id) DO UPDATE SET {', '.join(f'{name} = excluded.{name}' for name in _COLUMNS[1:])}"
-)
+_INSERT = f"INSERT INTO sandboxes ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"
+_UPDATE = f"UPDATE sandboxes SET {', '.join(f'{name} = ?' for name in _COLUMNS[1:])} WHERE id = ?"
 
 
 def frozen(record: Record) -> tuple[object, ...]:
-    """The record as it is now, for ``save`` in another thread."""
+    """The record as it is now, for ``insert`` and ``save`` in another thread."""
     process = record.process
     return (
         record.id, record.owner_uid, record.spec.model_dump_json(), json.dumps(record.layers), record.range_index,
@@ -74,9 +72,14 @@ def frozen(record: Record) -> tuple[object, ...]:
     )  # fmt: skip
 
 
+def insert(db: sqlite3.Connection, row: tuple[object, ...]) -> None:
+    """Enter the row that ``frozen`` made."""
+    db.execute(_INSERT, row)
+
+
 def save(db: sqlite3.Connection, row: tuple[object, ...]) -> None:
-    """Insert the row that ``frozen`` made, or update the one with its id; never touches another's."""
-    db.execute(_UPSERT, row)
+    """Bring the row with this id up to date. One that has been deleted stays so, however late this comes."""
+    db.execute(_UPDATE, (*row[1:], row[0]))
 
 
 def delete(db: sqlite3.Connection, sandbox_id: str) -> None:

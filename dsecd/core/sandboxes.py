@@ -82,9 +82,12 @@ class Sandboxes:
                 report({"done": done, "failed": failed, "total": len(request.items)})
             return result
 
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(item)) for item in request.items]
-        report({"done": done, "failed": failed, "total": len(request.items)})
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(item)) for item in request.items]
+        finally:
+            # Cancelled too: what is there by then stays, and the caller should know how much.
+            report({"done": done, "failed": failed, "total": len(request.items)})
         return [task.result() for task in tasks]
 
     def list(
@@ -180,6 +183,8 @@ class Sandboxes:
 
     async def _update(self, live: Live, request: UpdateRequest) -> None:
         async with live.lock:
+            if live.gone:
+                raise errors.NotFound(f"update '{live.id}': no such sandbox")
             record = live.record
             changes: dict[str, Any] = {}
             if request.labels is not None:

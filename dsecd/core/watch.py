@@ -8,11 +8,11 @@ What belongs here: noticing both, and trying to reach the agent again. What does
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 from collections.abc import Awaitable, Callable, Iterable
 
 from dsecd.backends.agentlink.link import LinkLost
+from dsecd.backends.base import translated
 from dsecd.core.live import Live
 from dsecd.core.tasks import Tasks
 from dsecd.linux import pidfd
@@ -38,9 +38,10 @@ class Watch:
         try:
             if live.box.process is None:
                 raise ProcessLookupError
-            live.watch_fd = pidfd.open(live.box.process)
+            with translated(f"watch '{live.id}'", but=ProcessLookupError):
+                live.watch_fd = pidfd.open(live.box.process)
         except ProcessLookupError:
-            self._tasks.spawn(f"end {live.id}", self._died(live))
+            self._tasks.spawn(f"end {live.id}", self._died(live, live.box.process))
             return
         asyncio.get_running_loop().add_reader(live.watch_fd, self._on_exit, live)
 
@@ -68,14 +69,19 @@ class Watch:
             self._tasks.spawn(f"reconnect {live.id}", self._reconnect(live))
 
     async def _reconnect(self, live: Live) -> None:
-        for attempt in range(_RECONNECTS):
+        failed = 0
+        while failed < _RECONNECTS:
             async with live.lock:
                 if live.watch_fd is None or live.box.link is not None:
                     return
-                with contextlib.suppress(errors.DsecError):
+                try:
                     await live.backend.reconnect(live.box)
                     return
-            await asyncio.sleep(0.1 * (attempt + 1))
+                except errors.NoCapacity:
+                    failed = 0  # the host's or the daemon's lack, not a fault of this sandbox: wait for better times
+                except errors.DsecError:
+                    failed += 1
+            await asyncio.sleep(0.1 * (failed or 10))
         await self._give_up(live, "agent lost")
 
     async def _give_up(self, live: Live, reason: str) -> None:
@@ -87,9 +93,10 @@ class Watch:
     def _on_exit(self, live: Live) -> None:
         self.stop(live)
         if not self._tasks.closed:
-            self._tasks.spawn(f"end {live.id}", self._died(live))
+            self._tasks.spawn(f"end {live.id}", self._died(live, live.box.process))
 
-    async def _died(self, live: Live) -> None:
+    async def _died(self, live: Live, process: pidfd.Process | None) -> None:
         async with live.lock:
-            if live.record.state in _RUNNING:
+            # Stopped and started again while this waited, it is another process's turn.
+            if live.record.state in _RUNNING and live.box.process == process and not live.gone:
                 await self._ended(live, live.backend.death(live.box))

@@ -30,7 +30,10 @@ _numbers = itertools.count()
 class Daemon:
     """One dsecd. Leaving the block deletes its sandboxes, ends it and fails if anything is left over."""
 
-    def __init__(self, *, config: str = "", env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, *, config: str = "", env: Mapping[str, str] | None = None, disk_bytes: int | None = None
+    ) -> None:
+        """``disk_bytes``: its state lies on a disk of its own, so small that a test can fill it."""
         number = next(_numbers)
         self.name = f"dsec-test-{os.getpid()}-{number}"
         self.state_dir = Path("/var/lib/dsec") / self.name
@@ -39,13 +42,16 @@ class Daemon:
         # Ranges of daemons that live at the same time must not meet; they start where the default ones end.
         self.uid_base = 0x6800_0000 + (number % 4) * _RANGES * 65536
         self.socket = self.runtime_dir / "dsecd.sock"
-        self.log = self.state_dir / "dsecd.log"
+        self.log = self.runtime_dir / "dsecd.log"
         self.env = dict(env or {})
         self._config = config
+        self._disk_bytes = disk_bytes
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
         self.state_dir.mkdir(parents=True)
+        if self._disk_bytes is not None:
+            self._mount_disk(self._disk_bytes)
         self.runtime_dir.mkdir(mode=0o755)
         (self.state_dir / "dsecd.toml").write_text(
             f'socket = "{self.socket}"\nstate_dir = "{self.state_dir}"\nruntime_dir = "{self.runtime_dir}"\n'
@@ -153,6 +159,15 @@ class Daemon:
         with self.client() as client:
             return [json.loads(event.model_dump_json()) for event in client.events(limit=10000).events]
 
+    def _mount_disk(self, size_bytes: int) -> None:
+        """A tmpfs, but for the images: EROFS reads its files with help of their file system, which tmpfs lacks."""
+        images = self.state_dir.with_suffix(".images")
+        images.mkdir()
+        size = f"size={size_bytes},mode=0700"
+        subprocess.run(["mount", "-t", "tmpfs", "-o", size, "dsec-test", str(self.state_dir)], check=True)
+        (self.state_dir / "images").mkdir()
+        subprocess.run(["mount", "--bind", str(images), str(self.state_dir / "images")], check=True)
+
     def _clean(self) -> None:
         if self.running:
             self.kill()
@@ -170,6 +185,9 @@ class Daemon:
             target = mount.split()[4]
             if target.startswith(f"{self.runtime_dir}"):
                 subprocess.run(["umount", "--lazy", "--", target], check=False, capture_output=True)
+        if self._disk_bytes is not None:
+            subprocess.run(["umount", "-R", "--lazy", "--", str(self.state_dir)], check=False, capture_output=True)
+            shutil.rmtree(self.state_dir.with_suffix(".images"), ignore_errors=True)
         shutil.rmtree(self.runtime_dir, ignore_errors=True)
         shutil.rmtree(self.state_dir, ignore_errors=True)
 

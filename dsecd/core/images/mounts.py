@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from dsecd.core.images.publish import in_thread
+from dsecd.backends.plan import in_thread
 from dsecd.linux import erofs, mount, syscalls
 from libdsec.errors import NotFound, Refused
 

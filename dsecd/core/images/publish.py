@@ -11,10 +11,8 @@ area.  A removal goes the other way round.  A file of the store goes only after 
 is durable.
 """
 
-import asyncio
 import contextlib
 import fcntl
-import functools
 import logging
 import os
 import secrets
@@ -26,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from dsecd.backends.plan import Step
+from dsecd.backends.plan import Step, in_thread
 from dsecd.core.images import objects, records, worker
 from dsecd.linux import syscalls
 from libdsec.types import ImageInfo
@@ -192,18 +190,6 @@ async def _count_out(db: Database, places: Places, digest: str) -> None:
 
 async def _forget(db: Database, digest: str) -> None:
     await db.write(lambda connection: records.forget(connection, digest))
-
-
-async def in_thread(function: Callable[..., T], *args: object) -> T:
-    """Run what blocks in a thread.  Cancelled, it waits for the thread first: an undo must not race with its do."""
-    future = asyncio.get_running_loop().run_in_executor(None, functools.partial(function, *args))
-    try:
-        return await asyncio.shield(future)
-    except asyncio.CancelledError:
-        while not future.done():
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait([future])
-        raise
 
 
 @dataclass(frozen=True)

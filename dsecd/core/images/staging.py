@@ -14,7 +14,8 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dsecd.core.images import publish, worker
+from dsecd.backends.plan import in_thread
+from dsecd.core.images import worker
 from dsecd.core.images.tree import Limits
 from dsecd.linux import proc
 from libdsec.errors import BackendFailed, NoCapacity, from_wire
@@ -37,7 +38,7 @@ class Settings:
 
 async def check_space(root: Path, reserve_bytes: int, source: str) -> None:
     """Raises NoCapacity when the disk is too full already for an import."""
-    usage = await publish.in_thread(shutil.disk_usage, root)
+    usage = await in_thread(shutil.disk_usage, root)
     if usage.free < reserve_bytes:
         raise NoCapacity(
             f"import {source!r}: {usage.free >> 20} MiB free in {root}, "

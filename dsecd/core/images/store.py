@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from dsecd.backends.base import translated
-from dsecd.backends.plan import Checkpoint, Step, no_checkpoint, perform
+from dsecd.backends.plan import Checkpoint, Step, in_thread, no_checkpoint, perform
 from dsecd.core.images import names, publish, pull, records, worker
 from dsecd.core.images.mounts import LayerMounts
 from dsecd.core.images.staging import Progress, Settings, check_space, stage
@@ -130,7 +130,7 @@ class ImageStore:
 
     async def reconcile(self) -> None:
         """Finish or undo what an earlier daemon left half done.  Call once, before anything else."""
-        await publish.in_thread(self._places.make)
+        await in_thread(self._places.make)
         for row in self._db.read(records.unfinished):
             log.info("image left %s by an earlier daemon is taken back digest=%s", row.state, row.digest[:12])
             try:
@@ -140,7 +140,7 @@ class ImageStore:
                 log.warning("image could not be taken back digest=%s: %s", row.digest[:12], error)
         await publish.collect(self._db, self._places)
         await self.remove_unused()
-        await publish.in_thread(publish.clear_all_staging, self._places, self._unfinished())
+        await in_thread(publish.clear_all_staging, self._places, self._unfinished())
 
     # --- inside --------------------------------------------------------------------------------------------------
 
@@ -148,7 +148,7 @@ class ImageStore:
         self, name: tuple[str, str], source: str, progress: Progress, what: dict[str, object]
     ) -> ImageInfo:
         await check_space(self._places.root, self._settings.reserve_bytes, source)
-        import_id = await publish.in_thread(publish.make_staging, self._places)
+        import_id = await in_thread(publish.make_staging, self._places)
         staging = self._places.staging / import_id
         try:
             self._checkpoint("import/stage/do/before")
@@ -165,7 +165,7 @@ class ImageStore:
         finally:
             # What could not be undone now needs its manifest when the next start tries again.
             if import_id not in self._unfinished():
-                await publish.in_thread(publish.clear_staging, staging)
+                await in_thread(publish.clear_staging, staging)
         log.info("image imported name=%s digest=%s", ":".join(name), publication.digest[:12])
         await self._remove_unused(publication.replaced)
         return self._db.read(lambda db: records.info(db, publication.digest))
