@@ -129,9 +129,12 @@ def _take_place(config: Config, stack: contextlib.ExitStack) -> _Taken:
 
 
 def _raise_open_files() -> None:
-    """As many as we may: each sandbox costs a few descriptors."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
+    """As many as we were given, and no fewer than many sandboxes take: each costs a few descriptors."""
+    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = hard if hard == resource.RLIM_INFINITY else max(hard, host.OPEN_FILES_MIN)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, wanted))
+    except (ValueError, OSError):  # more than fs.nr_open, or no CAP_SYS_RESOURCE: setrlimit(2)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 

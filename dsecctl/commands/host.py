@@ -17,6 +17,8 @@ from libdsec.errors import ConnectionFailed
 
 _WORKS = {True: "yes", False: "no", None: "unknown"}
 _OK = {True: "ok", False: "wrong", None: "unknown"}
+#: The same where dsec works without it.
+_OPTIONAL = _OK | {False: "missing"}
 
 
 @command("host", example="dsecctl host")
@@ -48,16 +50,20 @@ def _feature(feature: t.FeatureState) -> tuple[str, ...]:
 
 @command("doctor", example="dsecctl doctor")
 def doctor(app: App) -> None:
-    """Check the host and look for residue; the status is 1 when something is wrong."""
+    """Check the host and look for residue; the status is 1 when something is wrong.
+
+    'missing' is what dsec works without, but then offers or protects less; 'wrong' is what it needs.
+    """
     report = app.client.doctor()
     if app.json:
         output.document(report)
     else:
         for finding in report.findings:
-            click.echo(f"{_OK[finding.ok]:8} {finding.check}: {output.one_line(finding.detail)}".rstrip(": "))
+            word = (_OK if finding.needed else _OPTIONAL)[finding.ok]
+            click.echo(f"{word:8} {finding.check}: {output.one_line(finding.detail)}".rstrip(": "))
             if finding.hint and not finding.ok:
                 click.echo(f"{'':8} (hint: {finding.hint})")
-    if any(finding.ok is False for finding in report.findings):
+    if any(finding.ok is False and finding.needed for finding in report.findings):
         click.get_current_context().exit(1)
 
 

@@ -57,6 +57,8 @@ class Backend(Protocol):
     """
 
     name: str
+    #: Names of features without which there is no such sandbox at all.
+    needs: frozenset[str]
 
     def probe(self) -> BackendState: ...
     def check(self, spec: SandboxSpec) -> list[str]:

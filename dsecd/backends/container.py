@@ -35,6 +35,7 @@ class ContainerBackend:
     """See ``base.Backend``."""
 
     name = "container"
+    needs = _NEEDED
 
     def __init__(self, site: Site) -> None:
         self._steps = ContainerSteps(site)

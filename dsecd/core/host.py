@@ -27,6 +27,9 @@ from libdsec.types import BackendState, DoctorReport, FeatureState, Finding, Hos
 DISK_FREE_MIN_BYTES = 2 << 30
 OPEN_FILES_MIN = 65_536
 
+#: Features that dsec cannot work without whatever the backend; backends name their own.
+_NEEDED = frozenset(("mkfs-erofs",))
+
 
 @dataclass(frozen=True)
 class Sources:
@@ -77,10 +80,12 @@ class Host:
         """Everything that can be checked, one line each; what is wrong comes with what to do."""
         features, backends = await asyncio.to_thread(self._probe, again=True)
         collisions = await asyncio.to_thread(self._sources.id_collisions)
+        needed = _NEEDED.union(*(backend.needs for backend in self._sources.backends.values()))
         findings = [
             Finding(
                 check=f"feature {status.name}",
                 ok=status.works,
+                needed=status.name in needed,
                 detail=status.reason or status.why,
                 hint=status.hint,
             )
@@ -144,6 +149,7 @@ def _open_files() -> Finding:
     return Finding(
         check="open files",
         ok=ok,
+        needed=False,
         detail=f"the daemon may have {limit} files open",
         hint="" if ok else f"raise LimitNOFILE of dsecd.service to {OPEN_FILES_MIN} or more",
     )

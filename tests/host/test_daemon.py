@@ -3,6 +3,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from tests.support.daemon import Daemon
 
 _CHECKOUT = Path(__file__).resolve().parents[2]
 _NOBODY = 65534
+_CAP_SYS_RESOURCE = 24  # include/uapi/linux/capability.h
 
 # Sends one request as another user and prints the answer's body.
 _REQUEST = """
@@ -54,6 +56,22 @@ def test_who_asks_is_who_the_kernel_says(daemon: Daemon) -> None:
     denied = as_nobody(daemon, "DELETE", "/v1/images?ref=x")
     assert denied["code"] == "denied"
     assert denied["message"] == "image_remove: needs scope 'image', uid 65534 has read, sandbox"
+
+
+def test_doctor_is_content_with_a_host_that_lacks_only_what_dsec_works_without(daemon: Daemon) -> None:
+    with daemon.client() as client:
+        findings = {finding.check: finding for finding in client.doctor().findings}
+    assert findings["feature erofs-file"].needed
+    assert not findings["feature core-scheduling"].needed
+    effective = re.search(r"^CapEff:\s*(\w+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert effective is not None
+    may_raise_limits = int(effective[1], 16) >> _CAP_SYS_RESOURCE & 1
+    assert findings["open files"].ok or not may_raise_limits
+    done = subprocess.run(
+        [_CHECKOUT / "bin/dsecctl", "--socket", daemon.socket, "doctor"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
+    assert "wrong" not in {line.split()[0] for line in done.stdout.splitlines()}
 
 
 def test_members_of_the_admin_group_may_change_images_but_name_no_files_of_the_host() -> None:

@@ -141,6 +141,7 @@ class _State:
     def __init__(self) -> None:
         self.boxes: dict[str, Box] = {}
         self.keys: dict[str, tuple[t.CreateRequest, str]] = {}
+        self.imports: list[t.ImportRequest] = []
         self.faults: defaultdict[str, list[str | DsecError | None]] = defaultdict(list)
         self.seen: list[tuple[str, dict[str, Any]]] = []
         self.started = 0
@@ -195,12 +196,11 @@ class _Host(_State):
         )  # fmt: skip
 
     async def on_doctor(self, request: web.Request) -> t.DoctorReport:
-        return t.DoctorReport(
-            findings=(
-                t.Finding(check="crun", ok=True, detail="1.21"),
-                t.Finding(check="residue", ok=False, detail="1 stray mount", hint="restart dsecd"),
-            )
-        )
+        return t.DoctorReport(findings=(
+            t.Finding(check="crun", ok=True, detail="1.21"),
+            t.Finding(check="feature kvm", ok=False, needed=False, detail="/dev/kvm is missing"),
+            t.Finding(check="residue", ok=False, detail="1 stray mount", hint="restart dsecd"),
+        ))  # fmt: skip
 
     async def on_operations(self, request: web.Request) -> t.OperationList:
         return t.OperationList(operations=(self._operation("op1", t.OperationState.DONE),))
@@ -593,7 +593,7 @@ class _Images(_State):
         return IMAGE
 
     async def on_image_import(self, request: web.Request) -> t.Operation:
-        wanted = t.ImportRequest.model_validate_json(await request.read())
+        self.imports.append(wanted := t.ImportRequest.model_validate_json(await request.read()))
         return self._operation("bad" if wanted.source == "/nowhere" else "op1", t.OperationState.RUNNING)
 
     async def on_image_build_debian(self, request: web.Request) -> t.Operation:
