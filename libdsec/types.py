@@ -394,6 +394,19 @@ class ImageList(OpenModel):
 SourceKind = Literal["auto", "directory", "rootfs-tar", "docker-archive", "oci-layout", "oci-archive", "registry"]
 
 
+class ImageConfigChange(Model):
+    """What to change of the configuration that an image's source has; absent fields stay as they are there."""
+
+    env: tuple[Annotated[str, StringConstraints(pattern=r"^[^=\x00]+=[^\x00]*$", max_length=131072)], ...] = Field(
+        (), max_length=4096, description="NAME=VALUE, added to the source's or in the place of the same name's"
+    )
+    user: User | None = None
+    workdir: GuestPath | None = None
+    entrypoint: tuple[Arg, ...] | None = Field(None, max_length=4096)
+    cmd: tuple[Arg, ...] | None = Field(None, max_length=4096)
+    labels: dict[str, str] = Field(default_factory=dict, max_length=4096, description="added to the source's")
+
+
 class ImportRequest(Model):
     """Import an image from a path on the host, or pull one with skopeo (kind ``registry``)."""
 
@@ -402,7 +415,7 @@ class ImportRequest(Model):
     kind: SourceKind = "auto"
     reference: str | None = Field(None, max_length=255, description="which image of an archive that holds several")
     prefix: GuestPath = Field("/", description="where the tree lies: /workspace, /opt/NAME …")
-    config: ImageConfig | None = Field(None, description="replaces the source's configuration")
+    config: ImageConfigChange = ImageConfigChange()
 
 
 class BuildDebianRequest(Model):
@@ -511,6 +524,7 @@ class Finding(OpenModel):
 
     check: str
     ok: bool | None
+    needed: bool = Field(True, description="false: dsec works without it, but offers or protects less")
     detail: str = ""
     hint: str = ""
 

@@ -7,13 +7,15 @@ Here: the commands. Not here: importing (the daemon).
 from __future__ import annotations
 
 import os
+import shlex
+from collections.abc import Mapping
 from typing import Any, get_args
 
 import click
 
 from dsecctl import output
 from dsecctl.app import App, command
-from dsecctl.params import IMAGE
+from dsecctl.params import IMAGE, PAIR, VARIABLE, options
 from libdsec import types as t
 from libdsec.connection import build
 
@@ -66,6 +68,32 @@ _PREFIX = click.option(
 )
 
 
+_CONFIG = options(
+    click.option(
+        "-e", "--env", type=VARIABLE, multiple=True, help="A variable for its commands; NAME alone takes ours."
+    ),
+    click.option("-u", "--user", metavar="USER[:GROUP]", help="Who its commands run as."),
+    click.option("-w", "--workdir", metavar="PATH", help="Where its commands start."),
+    click.option(
+        "--entrypoint", metavar="WORDS", help="What 'run' runs, in front of --cmd; words as a shell splits them."
+    ),
+    click.option("--cmd", metavar="WORDS", help="What 'run' runs when it is given no command."),
+    click.option("-l", "--label", "labels", type=PAIR, multiple=True, help="A label of the image."),
+)
+
+
+def _change(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The changes of an image's configuration among parsed options."""
+    change = {name: config[name] for name in ("user", "workdir") if config[name] is not None}
+    for name in ("entrypoint", "cmd"):
+        if config[name] is not None:
+            try:
+                change[name] = shlex.split(config[name])
+            except ValueError as error:
+                raise click.BadParameter(f"{config[name]!r}: {error}", param_hint=f"--{name}") from error
+    return change | {"env": [f"{name}={value}" for name, value in config["env"]], "labels": dict(config["labels"])}
+
+
 @command("import", example="dsecctl image import rootfs.tar base:1")
 @click.option(
     "--kind",
@@ -76,30 +104,38 @@ _PREFIX = click.option(
 )
 @click.option("--reference", metavar="NAME", help="Which image, when an archive holds several.")
 @_PREFIX
+@_CONFIG
 @click.argument("source", type=click.Path())
 @click.argument("name")
-def import_(app: App, *, source: str, name: str, **given: Any) -> None:
+def import_(
+    app: App, *, source: str, name: str, kind: t.SourceKind, reference: str | None, prefix: str, **config: Any
+) -> None:
     """Import an image from a directory, a tar, a docker-archive or an OCI layout or archive on this host.
 
-    SOURCE is a path, NAME is name[:tag]. With --prefix it becomes a workspace or a toolkit.
+    SOURCE is a path, NAME is name[:tag]. With --prefix it becomes a workspace or a toolkit. What --env, --user and
+    the like say is added to what SOURCE says about running it, or said in its place.
     """
-    where = source if given["kind"] == "registry" or "://" in source else os.path.abspath(source)
-    operation = app.client.image_import(name, where, **given)
+    where = source if kind == "registry" or "://" in source else os.path.abspath(source)
+    operation = app.client.image_import(
+        name, where, kind=kind, reference=reference, prefix=prefix, config=_change(config)
+    )
     _finish(app, operation, f"import {name}")
 
 
 @command("pull", example="dsecctl image pull docker.io/library/python:3.12-slim python:3.12")
 @_PREFIX
+@_CONFIG
 @click.argument("reference")
 @click.argument("name", required=False)
-def pull(app: App, *, reference: str, name: str | None, prefix: str) -> None:
+def pull(app: App, *, reference: str, name: str | None, prefix: str, **config: Any) -> None:
     """Pull an image from a registry through skopeo.
 
     REFERENCE is as skopeo takes it, docker:// when it says nothing else; NAME is its last part by default.
     """
     where = reference if "://" in reference else f"docker://{reference}"
     name = name or reference.rpartition("/")[2]
-    _finish(app, app.client.image_import(name, where, kind="registry", prefix=prefix), f"pull {reference}")
+    operation = app.client.image_import(name, where, kind="registry", prefix=prefix, config=_change(config))
+    _finish(app, operation, f"pull {reference}")
 
 
 @command("build-debian", example="dsecctl image build-debian trixie --include python3,git")

@@ -349,9 +349,12 @@ class AsyncImageCalls(AsyncTransport):
         kind: t.SourceKind = "auto",
         reference: str | None = None,
         prefix: str = "/",
-        config: t.ImageConfig | Mapping[str, Any] | None = None,
+        config: t.ImageConfigChange | Mapping[str, Any] | None = None,
     ) -> t.Operation:
-        """Import an image from a path on the host, or pull one (kind ``registry``)."""
+        """Import an image from a path on the host, or pull one (kind ``registry``).
+
+        ``config`` changes what the source says about running it, and leaves what it does not name.
+        """
         request = c.build(
             t.ImportRequest,
             "",
@@ -360,7 +363,7 @@ class AsyncImageCalls(AsyncTransport):
             kind=kind,
             reference=reference,
             prefix=prefix,
-            config=config,
+            config=config or t.ImageConfigChange(),
         )
         return c.parse(t.Operation, await self.request("image_import", body=request), "image_import")
 

@@ -350,9 +350,12 @@ class ImageCalls(Transport):
         kind: t.SourceKind = "auto",
         reference: str | None = None,
         prefix: str = "/",
-        config: t.ImageConfig | Mapping[str, Any] | None = None,
+        config: t.ImageConfigChange | Mapping[str, Any] | None = None,
     ) -> t.Operation:
-        """Import an image from a path on the host, or pull one (kind ``registry``)."""
+        """Import an image from a path on the host, or pull one (kind ``registry``).
+
+        ``config`` changes what the source says about running it, and leaves what it does not name.
+        """
         request = c.build(
             t.ImportRequest,
             "",
@@ -361,7 +364,7 @@ class ImageCalls(Transport):
             kind=kind,
             reference=reference,
             prefix=prefix,
-            config=config,
+            config=config or t.ImageConfigChange(),
         )
         return c.parse(t.Operation, self.request("image_import", body=request), "image_import")
 

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from dsecd.core.images import records
 from dsecd.core.images.staging import Settings
@@ -355,6 +356,20 @@ def test_a_source_that_is_not_there_is_an_error_of_the_request(disk: Path, kind:
     with pytest.raises(InvalidSpec):
         import_one(disk, source=source, kind=kind)
     assert images.residue(disk) == []
+
+
+def test_an_import_changes_of_the_configuration_what_it_is_told_to(disk: Path) -> None:
+    oci_layout(disk / "layout", [images.tar_bytes([file("a", b"a")])])
+    own = import_one(disk, source=str(disk / "layout")).config
+    said = {"env": ["LANG=de", "C=3=4"], "user": "9:9", "entrypoint": [], "labels": {"extra": "x"}}
+    config = import_one(disk, source=str(disk / "layout"), config=said).config
+    assert config.env == ("PATH=/bin", "LANG=de", "C=3=4")
+    assert (config.user, config.workdir, config.entrypoint, config.cmd) == ("9:9", own.workdir, (), own.cmd)
+    assert config.labels == {**own.labels, "extra": "x"}
+    with pytest.raises(ValidationError, match="workdir"):
+        import_one(disk, source=str(disk / "layout"), config={"workdir": "relative"})
+    with pytest.raises(ValidationError, match="wrkdir"):
+        import_one(disk, source=str(disk / "layout"), config={"wrkdir": "/"})
 
 
 # --- names, holders, space ---------------------------------------------------------------------------------------

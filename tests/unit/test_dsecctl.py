@@ -316,6 +316,7 @@ def test_ps_and_other_tables(daemon: FakeDaemon) -> None:
     assert "core-sched  no     isolation  CONFIG_SCHED_CORE is off; boot the kernel" in host
     done = call(daemon, "doctor")
     assert done.exit_code == 1
+    assert "missing  feature kvm: /dev/kvm is missing\n" in done.stdout
     assert "wrong    residue: 1 stray mount\n         (hint: restart dsecd)\n" in done.stdout
     assert call(daemon, "events", "--since", "1").stdout.split()[3:5] == ["sandbox.created", "s2"]
 
@@ -375,6 +376,25 @@ def test_image_commands(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, tmp
     assert done.stderr.splitlines()[0] == "import x:1: reading, 50 B of 100 B"
     assert done.stdout == "debian:trixie\n"
     assert call(daemon, "-q", "image", "build-debian", "trixie", "--include", "a,b").stderr == ""
+
+
+def test_image_import_changes_the_configuration_it_is_told_to(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OURS", "1")
+    args = ("root.tar", "x:1", "-e", "A=b=c", "-e", "OURS", "-u", "1:2", "--entrypoint", "sh -c 'a b'", "-l", "k=v")
+    assert call(daemon, "image", "import", *args).exit_code == 0
+    assert call(daemon, "image", "pull", "x:1", "--cmd", "", "-w", "/srv").exit_code == 0
+    change, pulled = (request.config for request in daemon.imports)
+    assert change == t.ImageConfigChange(
+        env=("A=b=c", "OURS=1"), user="1:2", entrypoint=("sh", "-c", "a b"), labels={"k": "v"}
+    )
+    assert pulled == t.ImageConfigChange(cmd=(), workdir="/srv")
+    assert call(daemon, "image", "import", "root.tar", "x:1").exit_code == 0
+    assert daemon.imports[-1].config == t.ImageConfigChange()
+    wrong = call(daemon, "image", "import", "root.tar", "x:1", "--cmd", "'")
+    assert (wrong.exit_code, len(daemon.imports)) == (2, 3)
+    assert "no closing quotation" in wrong.stderr.lower()
 
 
 def test_events_follow_the_daemon_through_a_restart(daemon: FakeDaemon) -> None:

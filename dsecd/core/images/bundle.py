@@ -351,11 +351,16 @@ def _config(value: Json) -> Config:
     )
 
 
-def config_from(value: Json) -> Config:
-    """A configuration from its own plain form, the fields of Config."""
+def changed(config: Config, change: Json) -> Config:
+    """A configuration with some of its fields replaced; variables and labels are added or replaced by name."""
+    env = {pair.partition("=")[0]: pair for pair in (*config.env, *_texts(change, "env"))}
     return Config(
-        env=_texts(value, "env"), user=_text(value, "user"), workdir=_text(value, "workdir"),
-        entrypoint=_texts(value, "entrypoint"), cmd=_texts(value, "cmd"), labels=_labels(value, "labels"),
+        env=tuple(env.values()),
+        user=_text(change, "user") if "user" in change else config.user,
+        workdir=_text(change, "workdir") if "workdir" in change else config.workdir,
+        entrypoint=_texts(change, "entrypoint") if "entrypoint" in change else config.entrypoint,
+        cmd=_texts(change, "cmd") if "cmd" in change else config.cmd,
+        labels={**(config.labels or {}), **_labels(change, "labels")},
     )
 
 

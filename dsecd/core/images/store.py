@@ -76,7 +76,7 @@ class ImageStore:
         pulled = request.kind == "registry" or (request.kind == "auto" and request.source.startswith(pull.TRANSPORTS))
         if not pulled and not request.source.startswith("/"):
             raise InvalidSpec(f"import {request.source!r}: expected an absolute path or one of {pull.TRANSPORTS}")
-        config = None if request.config is None else request.config.model_dump(mode="json")
+        config = request.config.model_dump(mode="json", exclude_none=True)
         return await self._import(name, request.source, progress, {
             "source": request.source, "kind": request.kind, "reference": request.reference,
             "prefix": request.prefix, "config": config,

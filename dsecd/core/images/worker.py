@@ -63,7 +63,7 @@ class Job:
     kind: str
     reference: str | None = None
     prefix: str = "/"
-    config: dict[str, object] | None = None
+    config: dict[str, object] = dataclasses.field(default_factory=dict)
     max_entries: int = Limits.max_entries
     max_bytes: int = Limits.max_bytes
     reserve_bytes: int = RESERVE_BYTES
@@ -159,8 +159,7 @@ def _stage(job: Job, staging: Path, progress: Progress, stack: contextlib.ExitSt
     progress.check = lambda: _check_space(job)
     config, manifest_digest = _read_source(job, tree, writer, staging / _SCRATCH, progress, stack)
     written = writer.finish()
-    if job.config is not None:
-        config = bundle.config_from(job.config)
+    config = bundle.changed(config, job.config)
     above = split_name(os.fsencode(job.prefix))
     prefix = "/" + os.fsdecode(b"/".join(above))
     tree.graft(above)
