@@ -291,7 +291,8 @@ def _raise_first(failures: Sequence[Exception], doing: str) -> None:
 
 async def _start_main(live: Live) -> None:
     assert live.record.spec.command is not None
-    assert live.box.link is not None
+    if live.box.link is None:
+        raise errors.SandboxLost(f"start the command of '{live.id}': its agent is gone")
     request = ExecRequest(argv=live.record.spec.command)
     with translate.starting(f"start the command of '{live.id}'"):
         channel = await live.box.link.start(

@@ -44,6 +44,9 @@ class Watch:
             self._tasks.spawn(f"end {live.id}", self._died(live, live.box.process))
             return
         asyncio.get_running_loop().add_reader(live.watch_fd, self._on_exit, live)
+        if live.box.link is None:
+            # Lost after it was made and before this; `link_lost` left that to us.
+            self._tasks.spawn(f"reconnect {live.id}", self._reconnect(live))
 
     def stop(self, live: Live) -> None:
         """Its end is somebody's intention now, or has been noticed."""

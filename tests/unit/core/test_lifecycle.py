@@ -63,6 +63,7 @@ class FakeBackend:
         self.end_error: Exception | None = None
         self.reconnect_error: Exception | None = None
         self.more_steps: tuple[Step, ...] = ()
+        self.reconnects: list[str] = []
         self.starts = 0
 
     def disk_steps(self, box: Box) -> Sequence[Step]:
@@ -87,7 +88,7 @@ class FakeBackend:
         return set()
 
     async def reconnect(self, box: Box) -> None:
-        del box
+        self.reconnects.append(box.id)
         if self.reconnect_error is not None:
             raise self.reconnect_error
 
@@ -296,6 +297,14 @@ def test_the_death_of_an_earlier_run_does_not_end_the_next_one(tmp_path: Path) -
         await host.lifecycle.start(live)
         await host.lifecycle.watch._died(live, first)
         assert (live.record.state, host.backend.starts) == (State.RUNNING, 2)
+
+    run(tmp_path, body)
+
+
+def test_a_link_that_was_lost_before_anybody_watched_is_made_again(tmp_path: Path) -> None:
+    async def body(host: Host) -> None:
+        await host.lifecycle.create(host.live())  # whose steps make no link, as if it had broken at once
+        await eventually(lambda: host.backend.reconnects == ["box"])
 
     run(tmp_path, body)
 
