@@ -86,8 +86,10 @@ class Connection(asyncio.BufferedProtocol):
         "_zombies",
         "channels",
         "failure",
+        "heard",
         "on_lost",
         "paused",
+        "pulse",
     )
 
     def __init__(self) -> None:
@@ -108,6 +110,10 @@ class Connection(asyncio.BufferedProtocol):
         self.failure: LinkLost | None = None
         self.on_lost: Callable[[LinkLost], None] | None = None
         self.paused = False
+        #: How often something arrived.
+        self.heard = 0
+        #: What looks after an agent that went silent, and dies with the connection.
+        self.pulse: asyncio.TimerHandle | None = None
 
     # -- the transport's callbacks
 
@@ -118,6 +124,7 @@ class Connection(asyncio.BufferedProtocol):
         return self._scratch
 
     def buffer_updated(self, nbytes: int) -> None:
+        self.heard += 1
         try:
             self._parser.feed(self._scratch[:nbytes], self._dispatch)
         except Violation as violation:
@@ -260,6 +267,8 @@ class Connection(asyncio.BufferedProtocol):
         """Marks the connection as gone, tells every channel, and returns the first reason."""
         if self.failure is None:
             self.failure = error
+            if self.pulse is not None:
+                self.pulse.cancel()
             channels, self.channels = self.channels, {}
             for channel in channels.values():
                 channel.opened = False

@@ -30,6 +30,7 @@ from dsecd.backends.agentlink.frames import (
     raw,
     u64,
 )
+from dsecd.backends.agentlink.pulse import Pulse
 from dsecd.backends.agentlink.records import (
     MAX_PID,
     AgentError,
@@ -144,6 +145,7 @@ async def _greet(sock: socket.socket, generation: int, on_lost: OnLost) -> "Agen
         await conn.close()
         raise
     conn.on_lost = on_lost
+    Pulse(conn)
     return link
 
 
