@@ -178,18 +178,22 @@ static void enter_directory(const struct request *r, const struct identity *who)
         fail("bad-cwd", cwd);
 }
 
-/* The files are closed and the privileges gone by now, so being traceable for a moment gives nothing away. */
+/*
+ * While the privileges are still the agent's: the moment of being traceable is then none for anybody inside, who would
+ * need all of our capabilities for that. Afterwards a process of the same user could read this copy of the agent's
+ * memory, with the output of everybody's commands.
+ */
 static void reset_oom_score(void)
 {
     if (!spawn_config.reset_oom)
         return;
     (void)prctl(PR_SET_DUMPABLE, 1, 0, 0, 0); /* else /proc/self belongs to an unmapped user */
     int fd = open("/proc/self/oom_score_adj", O_WRONLY | O_CLOEXEC);
+    (void)prctl(PR_SET_DUMPABLE, 0, 0, 0, 0);
     if (fd >= 0) {
         (void)!write(fd, "0", 1);
         close(fd);
     }
-    (void)prctl(PR_SET_DUMPABLE, 0, 0, 0, 0);
 }
 
 static void try_execve(const char *path, char **argv, char **env, int *worst)
@@ -244,12 +248,12 @@ _Noreturn static void child(const struct spawn *s)
     char **env = make_env(s, &who);
     set_limits(r);
     umask((mode_t)request_num(r, F_UMASK, 022) & 0777);
+    reset_oom_score();
     if (identity_take(&who, spawn_config.container) < 0)
         fail("spawn-failed", "take user's identity");
     enter_directory(r, &who);
     if (spawn_config.container && seccomp_hide_clone3() < 0)
         fail("spawn-failed", "seccomp");
-    reset_oom_score();
     run_command(argv, env);
 }
 
