@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures for tests on the test host: a fresh machine for each module, one at a time, and evidence when one fails."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.vm import host, image, kernels
+from tests.vm.host import VmHost
+from tests.vm.kernels import Kernel
+
+#: An emulated machine, and perhaps an image to build first.
+_TIMEOUT_S = 1800
+_FAILED = pytest.StashKey[bool]()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.timeout(_TIMEOUT_S))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    module = item.getparent(pytest.Module)
+    if report.failed and module is not None:
+        module.stash[_FAILED] = True
+    return report
+
+
+@pytest.fixture(scope="module")
+def vm(request: pytest.FixtureRequest) -> Iterator[VmHost]:
+    """A freshly booted Debian 13 with Debian's kernel, for the tests of one module."""
+    with host.only_machine(), _machine(request, kernels.debian(image.get())) as machine:
+        yield machine
+
+
+@pytest.fixture(scope="module")
+def sched_core_vm(request: pytest.FixtureRequest) -> Iterator[VmHost]:
+    """The same with a kernel that has core scheduling; the tests are skipped where there is none."""
+    try:
+        kernel = kernels.sched_core()
+    except kernels.KernelMissing as missing:
+        pytest.skip(str(missing))
+    with host.only_machine(), _machine(request, kernel) as machine:
+        yield machine
+
+
+@contextmanager
+def _machine(request: pytest.FixtureRequest, kernel: Kernel) -> Iterator[VmHost]:
+    name = request.node.path.stem
+    began = time.monotonic()
+    with host.fresh(kernel, image.get()) as machine:
+        _say(request, f"{name}: {kernel.name} kernel, ready after {time.monotonic() - began:.1f} s")
+        try:
+            yield machine
+        finally:
+            if request.node.stash.get(_FAILED, False):
+                folder = Path(os.environ.get("DSEC_DEV_CACHES", "/var/tmp")) / "vm" / f"{name}-{kernel.name}"
+                machine.keep_evidence(folder)
+                _say(request, f"{name}: console and journal of the machine are in {folder}")
+            took = time.monotonic() - began
+            _say(request, f"{name}: {took:.0f} s, of which the machine took {machine.cpu_s:.0f} s of processor time")
+
+
+def _say(request: pytest.FixtureRequest, text: str) -> None:
+    """A line for whoever watches, past pytest's capture."""
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+    with capture.global_and_fixture_disabled():
+        print(f"\nvm: {text}", file=sys.stderr)
