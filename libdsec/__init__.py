@@ -37,6 +37,10 @@ _HOME = {
 __all__ = ["AsyncClient", "AsyncExecStream", "AsyncSandbox", "Client", "DsecError", "ExecStream", "Sandbox"]
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})
+
+
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'libdsec' has no attribute {name!r}")

@@ -19,6 +19,7 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from libdsec import __version__
+from libdsec import types as t
 from libdsec.errors import ConnectionFailed, DsecError, Internal, InvalidSpec, from_wire
 from libdsec.routes import BY_NAME, Route
 from libdsec.types import EXEC_ID_PATTERN, ID_PATTERN
@@ -98,15 +99,11 @@ def build(model: type[M], root: str, /, **fields: Any) -> M:
 def invalid(exc: ValidationError, root: str) -> InvalidSpec:
     """All errors of a validation as one InvalidSpec."""
     errors = []
-    for error in exc.errors(include_url=False, include_context=False, include_input=False):
+    for error in exc.errors(include_url=False, include_input=False):
         path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"])
-        errors.append({"path": f"{root}{path}".lstrip("."), "message": _lower(error["msg"])})
+        errors.append({"path": f"{root}{path}".lstrip("."), "message": t.explain(error)})
     text = "; ".join(f"{error['path']}: {error['message']}" for error in errors)
     return InvalidSpec(text, errors=errors)
-
-
-def _lower(text: str) -> str:
-    return text[:1].lower() + text[1:]
 
 
 def parse(model: type[M], data: bytes, route: str) -> M:

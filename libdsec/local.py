@@ -93,7 +93,10 @@ class Target:
         directory, base = os.path.split(name)
         self._part = os.path.join(directory, f".{base[:200]}.{secrets.token_hex(4)}.part")
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_FOLLOW
-        self.fd = os.open(self._part, flags, 0o600, dir_fd=parent_fd)
+        try:
+            self.fd = os.open(self._part, flags, 0o600, dir_fd=parent_fd)
+        except OSError as exc:
+            raise OSError(exc.errno, exc.strerror, name) from exc  # nobody knows our name for the part
         self._done = False
 
     def write(self, offset: int, data: bytes) -> None:

@@ -24,6 +24,7 @@ from pydantic import (
     WithJsonSchema,
     field_validator,
 )
+from pydantic_core import ErrorDetails
 
 MIB = 1 << 20
 INT64_MAX = (1 << 63) - 1
@@ -43,6 +44,26 @@ EnvValue = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$", max_length=13
 Arg = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$", max_length=131072)]
 User = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$", max_length=128)]
 GuestPath = Annotated[str, StringConstraints(pattern=r"^/[^\x00]*$", max_length=4096)]
+
+
+#: What the patterns mean, for messages.
+_WORDS = {
+    ID_PATTERN: "must be 1 to 63 of a-z, 0-9, '.' and '-', the first a letter or digit",
+    EXEC_ID_PATTERN: "must be 1 to 64 of A-Z, a-z, 0-9, '_' and '-'",
+    IMAGE_REF_PATTERN: "must be name[:tag] or a digest",
+    r"^/[^\x00]*$": "must be an absolute path",
+    r"^[^\x00]*$": "must not contain a NUL byte",
+    r"^[^=\x00]{1,4096}$": "must be a name of 1 to 4096 bytes without '=' and NUL",
+}
+
+
+def explain(error: ErrorDetails) -> str:
+    """One of pydantic's findings in our words; needs its context."""
+    if error["type"] == "extra_forbidden":
+        return "unknown field"
+    words = _WORDS.get(str(error.get("ctx", {}).get("pattern")))
+    text = words or error["msg"].removeprefix("Value error, ")
+    return text[:1].lower() + text[1:500]
 
 
 def _base64(value: bytes) -> str:

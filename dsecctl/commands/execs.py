@@ -19,6 +19,7 @@ from dsecctl.params import DURATION, SANDBOX, VARIABLE, options, read_env_file
 from dsecctl.terminal import Attachment, check_terminal, status_of, write_out
 from libdsec import ExecStream, Sandbox
 from libdsec import types as t
+from libdsec.connection import new_key
 from libdsec.options import ExecOptions
 
 STREAMS = options(
@@ -95,6 +96,7 @@ def exec_(
     if not argv:
         raise click.UsageError("missing argument 'COMMAND...'", click.get_current_context())
     given["env"] = {**given.pop("env_file"), **dict(given["env"])}
+    given["exec_id"] = given["exec_id"] or new_key()
     fields: ExecOptions = {name: value for name, value in given.items() if value is not None}  # type: ignore[assignment]
     handle = app.sandbox(sandbox)
     if detach:
@@ -106,7 +108,8 @@ def exec_(
         return 0
     status = conduct(handle, argv, interactive=interactive, tty=tty, as_json=app.json, fields=fields)
     if status is None:
-        output.note(app, f"left running; see 'dsecctl inspect {sandbox}'")
+        name = given["exec_id"]
+        output.note(app, f"\nexec '{name}' is left running; go on with 'dsecctl attach -it {sandbox} {name}'")
     return status or 0
 
 

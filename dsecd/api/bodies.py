@@ -114,7 +114,8 @@ async def _send_zeros(response: web.StreamResponse, count: int) -> None:
 async def send_extents(
     response: web.StreamResponse, source: AsyncIterator[tuple[int, bytes]], end: int
 ) -> None:
-    """Send what is no hole, and where it ends."""
+    """Send what is no hole, and where it ends: after all that was sent, since files of /proc say they are empty."""
     async for offset, data in source:
         await response.write(_FRAME.pack(offset, len(data)) + data)
+        end = max(end, offset + len(data))
     await response.write(_FRAME.pack(end, 0))

@@ -22,6 +22,7 @@ from dsecd.api.sockets import Sockets
 from dsecd.api.wire import JSON, BadRequest, WrongMediaType
 from dsecd.core.principal import Principal
 from dsecd.core.services import Core
+from libdsec import types as t
 from libdsec.errors import InvalidSpec, TooLarge
 from libdsec.routes import Query, Route
 from libdsec.types import EXEC_ID_PATTERN, ID_PATTERN, INT64_MAX
@@ -242,14 +243,9 @@ def read_model(
 def explain(error: ValidationError) -> list[dict[str, str]]:
     """pydantic's findings in our form: ``spec.limits.pids_max``, ``spec.toolkits[2]``."""
     found = []
-    for item in error.errors(include_url=False, include_input=False, include_context=False)[:ERRORS_MAX]:
+    for item in error.errors(include_url=False, include_input=False)[:ERRORS_MAX]:
         path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in item["loc"])
-        text = (
-            "unknown field"
-            if item["type"] == "extra_forbidden"
-            else item["msg"].removeprefix("Value error, ")
-        )
-        found.append({"path": path.lstrip(".")[:200] or "body", "message": text[:1].lower() + text[1:500]})
+        found.append({"path": path.lstrip(".")[:200] or "body", "message": t.explain(item)})
     return found
 
 

@@ -217,7 +217,7 @@ class Execs:
     async def _start(self, live: Live, request: ExecRequest, *, stdin: bool) -> ExecChannel:
         link = live.link("exec in")
         exec_id = request.exec_id or f"x{secrets.token_hex(8)}"
-        with translate.starting(f"exec in '{live.id}': {request.argv[0]}"):
+        with translate.starting(f"exec in '{live.id}'", request.argv):
             return await link.start(live.start_request(request, exec_id, stdin_open=stdin), attach=True)
 
     async def _collect(self, live: Live, channel: ExecChannel, stdin: bytes | None, limit: int) -> ExecResult:

@@ -294,7 +294,7 @@ async def _start_main(live: Live) -> None:
     if live.box.link is None:
         raise errors.SandboxLost(f"start the command of '{live.id}': its agent is gone")
     request = ExecRequest(argv=live.record.spec.command)
-    with translate.starting(f"start the command of '{live.id}'"):
+    with translate.starting(f"start the command of '{live.id}'", request.argv):
         channel = await live.box.link.start(
             live.start_request(request, MAIN_EXEC, stdin_open=False), attach=False
         )

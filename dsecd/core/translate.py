@@ -9,7 +9,7 @@ quoted, bounded, and decide nothing but which of its own user's errors this is.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from dsecd.backends.agentlink.records import AgentError, LinkLost
 from libdsec import errors
@@ -45,12 +45,14 @@ def _translated(doing: str, convert: Callable[[AgentError], errors.DsecError]) -
         raise errors.SandboxLost(text, retryable=True) from error
 
 
-def starting(doing: str) -> contextlib.AbstractContextManager[None]:
+def starting(doing: str, argv: Sequence[str]) -> contextlib.AbstractContextManager[None]:
     """Around starting a command."""
+    line = len(argv) == 1 and any(letter.isspace() for letter in argv[0])
+    hint = "a command is a list of words; for a line in a shell's language run 'sh', '-c', LINE" if line else None
 
     def convert(error: AgentError) -> errors.DsecError:
         if error.code in _NOT_STARTED:
-            return errors.ExecNotStarted(f"{doing}: {error.message or error.code}", reason=error.code)
+            return errors.ExecNotStarted(f"{doing}: {error.message or error.code}", hint=hint, reason=error.code)
         if error.code == "exists":
             return errors.AlreadyExists(f"{doing}: an exec with this id exists")
         return errors.InvalidSpec(f"{doing}: {error.message or error.code}", errno=error.errno)

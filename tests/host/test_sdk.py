@@ -89,6 +89,13 @@ def test_what_cannot_start(sandbox: Sandbox) -> None:
         with pytest.raises(ExecNotStarted) as caught:
             sandbox.exec(argv, **options)  # type: ignore[arg-type]
         assert caught.value.details["reason"] == reason
+    with pytest.raises(ExecNotStarted) as caught:
+        sandbox.exec("nonesuch")
+    assert caught.value.message == f"exec in '{sandbox.id}': start: nonesuch: No such file or directory"
+    assert caught.value.hint is None
+    with pytest.raises(ExecNotStarted) as caught:
+        sandbox.exec("echo a | cat")
+    assert "'sh', '-c'" in (caught.value.hint or "")
 
 
 def test_stream_input_resize_and_signals(sandbox: Sandbox) -> None:
@@ -219,6 +226,15 @@ with Sandbox(image=sys.argv[1]) as sandbox:
     sandbox.get_file("/root/f", sys.argv[2] + ".back")
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
+
+
+def test_files_that_say_they_are_empty_come_whole(sandbox: Sandbox, disk: Path) -> None:
+    """Those of /proc and of cgroups have no size: stat(2) says 0."""
+    expected = sandbox.exec("cat", "/proc/filesystems").stdout
+    assert len(expected) > 0
+    assert sandbox.read("/proc/filesystems") == expected
+    sandbox.get_file("/proc/filesystems", disk / "copy")
+    assert (disk / "copy").read_bytes() == expected
 
 
 def test_memory_does_not_grow_with_the_file(daemon: Daemon, disk: Path) -> None:

@@ -335,6 +335,12 @@ def test_many_at_once_go_on_after_an_error(daemon: FakeDaemon) -> None:
     assert daemon.boxes == {}
 
 
+def test_cp_to_a_directory_that_is_not_there_names_it(daemon: FakeDaemon, tmp_path: Path) -> None:
+    assert call(daemon, "cp", __file__, "web:/x").exit_code == 0
+    done = call(daemon, "cp", "web:/x", str(tmp_path / "none" / "x"))
+    assert (done.exit_code, done.stderr) == (1, f"dsecctl: cp '{tmp_path}/none/x': No such file or directory\n")
+
+
 def test_cp_both_ways(daemon: FakeDaemon, tmp_path: Path) -> None:
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "f").write_bytes(pattern(1000))
@@ -521,7 +527,10 @@ def test_detach_keys_leave_the_command_running(daemon: FakeDaemon, terminal: Ter
     assert main_of(daemon)["e"].signals == []
     assert termios.tcgetattr(terminal.theirs) == terminal.before
     assert terminal.process.stderr is not None
-    assert b"left running" in terminal.process.stderr.read()
+    text = terminal.process.stderr.read()
+    said = re.search(rb"exec '(\w+)' is left running; go on with 'dsecctl attach -it web \1'", text)
+    assert said is not None
+    assert said[1].decode() in daemon.boxes["web"].execs
 
 
 def test_terminal_is_restored_when_the_daemon_goes(daemon: FakeDaemon, terminal: Terminal) -> None:

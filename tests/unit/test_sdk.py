@@ -365,6 +365,21 @@ def test_stream_survives_a_daemon_that_restarts(daemon: FakeDaemon, box: Sandbox
     assert stream.wait().exit_code == 0
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"cwd": "relative"}, "exec.cwd: must be an absolute path"),
+        ({"exec_id": "a b"}, "exec.exec_id: must be 1 to 64 of A-Z, a-z, 0-9, '_' and '-'"),
+        ({"nosuch": 1}, "exec.nosuch: unknown field"),
+        ({"env": {"A": "b\0"}}, "exec.env.A: must not contain a NUL byte"),
+    ],
+)
+def test_what_is_wrong_is_said_in_words(box: Sandbox, fields: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidSpec) as caught:
+        box.exec("true", **fields)  # type: ignore[arg-type]
+    assert caught.value.message == message
+
+
 def test_a_reader_waits_while_a_writer_attaches_again(
     daemon: FakeDaemon, box: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
