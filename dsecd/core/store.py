@@ -237,7 +237,8 @@ def _prepare(connection: sqlite3.Connection, path: Path, schemas: Sequence[str])
 def _damaged(path: Path, verdict: str) -> Internal:
     return Internal(
         f"open the state database {str(path)!r}: it is damaged: {verdict.splitlines()[0]}",
-        hint=f"keep a copy, then restore {path} from a backup or move it and its -wal and -shm away to start empty",
+        hint=f"keep a copy, then restore {path} from a backup, or move it and its -wal and -shm away to start empty, "
+        "which removes every sandbox with its files",
     )
 
 

@@ -245,7 +245,7 @@ def test_environment_comes_from_image_then_sandbox_then_command(daemon: Daemon, 
     tree = daemon.state_dir / "overlay"
     tree.mkdir(exist_ok=True)
     (tree / "marker").write_text("x")
-    config = {"env": ["A=image", "B=image", "C=image"], "user": "", "workdir": ""}
+    config = {"env": ["A=image", "B=image", "C=image"]}
     imported = client.image_import(
         name="tool:1", source=str(tree), kind="directory", prefix="/opt/tool", config=config
     )
