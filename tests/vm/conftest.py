@@ -18,6 +18,8 @@ from tests.vm.kernels import Kernel
 
 #: An emulated machine, and perhaps an image to build first.
 _TIMEOUT_S = 1800
+#: They run in the guest.
+collect_ignore = ["inside"]
 _FAILED = pytest.StashKey[bool]()
 
 

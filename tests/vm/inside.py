@@ -19,7 +19,9 @@ from tests.vm.channel import CommandFailed, Result
 from tests.vm.host import VmHost
 
 _HERE = Path(__file__).with_name("inside")
-_OPTIONS = ("-p", "no:cacheprovider", "-o", "junit_family=xunit2", "-o", "filterwarnings=error", "--strict-markers", "-ra")
+_OPTIONS = (
+    "-p", "no:cacheprovider", "-o", "junit_family=xunit2", "-o", "filterwarnings=error", "--strict-markers", "-ra",
+)  # fmt: skip
 
 
 class InsideFailed(AssertionError):

@@ -15,7 +15,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from tests.vm.frames import PORT
 
@@ -80,11 +80,12 @@ class Qemu:
         with self._errors.open("wb") as errors:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors)
         try:
-            self._control = self._connect()
-            self.ask("qmp_capabilities")
+            self._control, self._lines = self._connect()
         except BaseException:
-            self.kill()
+            self._process.kill()
+            self._process.wait()
             raise
+        self.ask("qmp_capabilities")
 
     @property
     def running(self) -> bool:
@@ -142,11 +143,17 @@ class Qemu:
         """End it at once, and wait."""
         self._process.kill()
         self._process.wait()
+        self._close()
 
     def quit(self) -> None:
         """End it with its disk complete, and wait."""
         self.ask("quit")
         self._process.wait(60)
+        self._close()
+
+    def _close(self) -> None:
+        self._lines.close()
+        self._control.close()
 
     def _await(self, query: str, wanted: Sequence[str]) -> str:
         deadline = time.monotonic() + 120
@@ -158,16 +165,16 @@ class Qemu:
                 raise QemuError(f"{query}: still {state} after 120 s; {self._said()}")
             time.sleep(0.02)
 
-    def _connect(self) -> socket.socket:
+    def _connect(self) -> tuple[socket.socket, IO[bytes]]:
         deadline = time.monotonic() + _START_S
         while True:
             control = socket.socket(socket.AF_UNIX)
             try:
                 control.connect(str(self.folder / "control"))
-                self._lines = control.makefile("rb")
                 control.settimeout(_START_S)
-                self._lines.readline()  # its greeting
-                return control
+                lines = control.makefile("rb")
+                lines.readline()  # its greeting
+                return control, lines
             except OSError as error:
                 control.close()
                 if not self.running or time.monotonic() > deadline:

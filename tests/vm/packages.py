@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our packages on the test host: finding the freshly built ones, installing them, and what a host's files were before.
+
+Here: what every module needs that tests an installed dsec. Not here: tests; building packages (`make deb`).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from tests.support.rootfs import debian_tar
+from tests.vm.host import VmHost
+from tests.vm.image import CHECKOUT
+
+#: Folder with the packages to test, other than build/deb.
+VARIABLE = "DSEC_TEST_DEBS"
+IMAGE = "debian:trixie"
+_INSTALL_S = 600.0
+
+#: Files that any package's coming and going changes, or that the host itself writes meanwhile.
+_EXPECTED = (
+    "/etc/ld.so.cache", "/root/", "/tmp/", "/usr/local/lib/testhost/", "/var/cache/apt/", "/var/cache/debconf/",
+    "/var/cache/ldconfig/", "/var/lib/apt/", "/var/lib/dpkg/", "/var/lib/systemd/", "/var/log/", "/var/tmp/",
+)  # fmt: skip
+
+
+class PackagesMissing(Exception):
+    """There is nothing to install; the text says what to do."""
+
+
+def built() -> list[Path]:
+    """The files of our packages.  Raises PackagesMissing."""
+    folder = Path(os.environ.get(VARIABLE, CHECKOUT / "build/deb"))
+    found = []
+    for name in ("dsecd", "python3-libdsec"):
+        # Of several versions the one built last.
+        files = sorted(folder.glob(f"{name}_*.deb"), key=lambda path: path.stat().st_mtime)
+        if not files:
+            raise PackagesMissing(f"no package {name} in {folder} (run: make deb)")
+        found.append(files[-1])
+    return found
+
+
+def install(vm: VmHost) -> None:
+    """Install our packages with what they depend on, which the test host has.  Raises CommandFailed."""
+    paths = [vm.put(path, "/root/packages") for path in built()]
+    vm.run(
+        ["apt-get", "--yes", "--no-install-recommends", "install", *paths],
+        env={"DEBIAN_FRONTEND": "noninteractive"}, timeout_s=_INSTALL_S,
+    )  # fmt: skip
+
+
+def purge(vm: VmHost) -> None:
+    """Take our packages off with all that is theirs.  Raises CommandFailed."""
+    names = [path.name.partition("_")[0] for path in built()]
+    vm.run(
+        ["apt-get", "--yes", "purge", *names], env={"DEBIAN_FRONTEND": "noninteractive"}, timeout_s=_INSTALL_S
+    )  # fmt: skip
+
+
+def import_debian(vm: VmHost) -> None:
+    """Give the daemon a minimal Debian as an image, IMAGE.  Raises CommandFailed."""
+    path = vm.put(debian_tar(), "/root/images")
+    vm.run(["dsecctl", "image", "import", "--kind", "rootfs-tar", path, IMAGE], timeout_s=600)
+    vm.run(["rm", path])
+
+
+def files(vm: VmHost) -> frozenset[str]:
+    """All files on the host's disk and in /run, without those whose coming and going says nothing."""
+    found = vm.run(["find", "/", "/run", "-xdev", "-not", "-path", "/run/systemd/*", "-not", "-path", "/run/udev/*"])
+    return frozenset(path for path in found.text.splitlines() if not path.startswith(_EXPECTED))
