@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write the manual pages that follow from code: dsecctl(1) from its commands, dsecd.toml(5) from the settings.
 
-``--check`` only tells whether the files in docs/man are current and exits with 1 when they are not. dsecd(8) is
-written by hand. Macros: man(7).
+``--check`` only tells whether the files in docs/man are current and exits with 1 when they are not; ``--conffile``
+prints the configuration file that the package installs. dsecd(8) is written by hand. Macros: man(7).
 """
 
 from __future__ import annotations
@@ -217,8 +217,36 @@ def dsecd_toml() -> str:
     return MADE + "\n".join(lines) + "\n"
 
 
+# --- /etc/dsec/dsecd.toml ----------------------------------------------------------------------------------------
+
+CONFFILE = """\
+# Configuration of the sandbox daemon dsecd: dsecd.toml(5).
+#
+# Every setting is here with its default. Files in /etc/dsec/dsecd.toml.d/ whose names end in .toml are read after this
+# one, in the order of their names, and override single settings. "dsecd --check-config" tells what is wrong;
+# "systemctl restart dsecd" puts it into effect and leaves the sandboxes running.
+"""
+
+
+def conffile(model: type[BaseModel] = Config) -> str:
+    """dsecd.toml with every setting commented out; without the first "#" of its lines it says the same."""
+    lines, tables = [], []
+    for name, field in model.model_fields.items():
+        if isinstance(field.default, BaseModel):
+            tables.append(f"\n#[{name}]\n{conffile(type(field.default))}")
+            continue
+        text = (SETTINGS.get(name) or field.description or "").rstrip(".")
+        value = {"socket_mode": "0o660", "agent": '"/usr/lib/dsec/dsec-agent"'}.get(name) or default_text(field.default)
+        lines.append(f"\n# {text[:1].upper()}{text[1:]}.\n#{name} = {value}\n")
+    # Tables come last: in TOML what follows one belongs to it.
+    return (CONFFILE if model is Config else "") + "".join([*lines, *tables])
+
+
 def main(arguments: list[str]) -> int:
     """Write the pages, or check them."""
+    if "--conffile" in arguments:
+        print(conffile(), end="")
+        return 0
     stale = []
     for name, text in (("dsecctl.1", dsecctl()), ("dsecd.toml.5", dsecd_toml())):
         path = ROOT / "docs" / "man" / name

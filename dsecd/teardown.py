@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ends all that a stopped daemon left running, and gives its mounts back: what removing the package takes.
+
+Here: everything that lives in the kernel or below the runtime directory and outlives the daemon on purpose. Not here:
+files that sandboxes wrote and the database, which stay; a daemon started later finds its sandboxes stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from dsecd import lock
+from dsecd.config import Config, ConfigError, load
+from dsecd.linux import cgroup, mount, mountns
+from libdsec.errors import DsecError
+
+#: systemd may hold the unit in a slice of its own choice, or of the operator's.
+_UNITS = ("dsecd.service", "*.slice/dsecd.service", "*.slice/*.slice/dsecd.service")
+#: How long killed processes may take to go: one may be writing to a slow disk.
+_GONE_TIMEOUT_S = 20.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Do it, as far as it goes; exit status 0 when nothing is left, 5 when a daemon still runs."""
+    parser = argparse.ArgumentParser(
+        prog="dsec-teardown", description="End all sandboxes of a stopped dsecd and unmount what it mounted."
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="instead of /etc/dsec/dsecd.toml")
+    try:
+        config = load(parser.parse_args(argv).config)
+    except ConfigError as error:
+        # A daemon with this configuration would not have started: what there is was made with an older one.
+        print(*(f"dsec-teardown: {fault}" for fault in error.faults), sep="\n", file=sys.stderr)
+        config = Config()
+    try:
+        faults = tear_down(config)
+    except DsecError as error:
+        print(f"dsec-teardown: {error}", file=sys.stderr)
+        return error.exit_status
+    print(*(f"dsec-teardown: {fault}" for fault in faults), sep="\n", end="\n" if faults else "", file=sys.stderr)
+    return 1 if faults else 0
+
+
+def tear_down(config: Config) -> list[str]:
+    """End the sandboxes, unpin the namespace, clear the runtime directory; what failed, a line each.  Blocks.
+
+    Raises Conflict while a daemon runs there. Without a runtime directory nothing has run since boot, and nothing is
+    touched: a package removed inside a chroot must not end the sandboxes of the host around it.
+    """
+    runtime = config.runtime_dir
+    if not (runtime / "dsecd.lock").exists():
+        return []
+    faults: list[str] = []
+    held = lock.hold(runtime)
+    try:
+        for directory, removable in _cgroups(config.cgroup_root):
+            faults += _end(directory, removable)
+        faults += _unmount(runtime)
+        faults += _clear(runtime, config.socket)
+    finally:
+        os.close(held)
+    return faults
+
+
+def _cgroups(relative: str) -> Iterator[tuple[Path, Path]]:
+    """Cgroups to kill, each with the part of it that is ours to remove: a unit's own is systemd's."""
+    try:
+        root = cgroup.root()
+    except FileNotFoundError:
+        return
+    yield root / relative, root / relative
+    for pattern in _UNITS:
+        for unit in root.glob(pattern):
+            yield unit, unit / relative
+
+
+def _end(directory: Path, removable: Path) -> list[str]:
+    try:
+        cgroup.kill(directory)
+        cgroup.remove(removable, _GONE_TIMEOUT_S)
+    except OSError as error:
+        return [str(error)]
+    return []
+
+
+def _unmount(runtime: Path) -> list[str]:
+    """Give up the pinned namespace, with it every mount in it, and the mount of the directory that held the pin."""
+    try:
+        mountns.unpin(runtime / "mnt")
+        for mounted in reversed(mount.mountinfo("thread-self")):
+            # A mount of a whole file system on the directory itself is the operator's.
+            ours = mounted.target == runtime and mounted.root != "/"
+            if ours or runtime in mounted.target.parents:
+                mount.detach(mounted.target)
+    except OSError as error:
+        return [str(error)]
+    return []
+
+
+def _clear(runtime: Path, socket: Path) -> list[str]:
+    """Remove what is in the directory, but for the socket, which may be systemd's, and so in use."""
+    faults = []
+    for entry in runtime.iterdir():
+        try:
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            elif entry != socket:
+                entry.unlink()
+        except OSError as error:
+            faults.append(str(error))
+    return faults
+
+
+if __name__ == "__main__":
+    sys.exit(main())
