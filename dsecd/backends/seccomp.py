@@ -73,7 +73,7 @@ _ALLOWED = [
     "msgget", "msgrcv", "msgsnd", "msync", "munlock", "munlockall", "munmap", "nanosleep", "newfstatat",
     "open", "openat", "openat2", "pause", "pidfd_getfd", "pidfd_open", "pidfd_send_signal", "pipe",
     "pipe2", "pkey_alloc", "pkey_free", "pkey_mprotect", "poll", "ppoll", "prctl", "pread64", "preadv",
-    "preadv2", "prlimit64", "process_madvise", "process_mrelease", "process_vm_readv",
+    "preadv2", "process_madvise", "process_mrelease", "process_vm_readv",
     "process_vm_writev", "pselect6", "ptrace", "pwrite64", "pwritev", "pwritev2", "read", "readahead",
     "readlink", "readlinkat", "readv", "recvfrom", "recvmmsg", "recvmsg", "remap_file_pages",
     "removexattr", "removexattrat", "rename", "renameat", "renameat2", "restart_syscall", "rmdir",
@@ -133,6 +133,16 @@ def _clone_rules() -> list[dict[str, Any]]:
     return [_allow(["clone"], _masked(0, _CLONE_NEW, 0)), *refused]
 
 
+def _prlimit_rules() -> list[dict[str, Any]]:
+    """prlimit64(2) for any process but the agent, number 1: whoever has the same uid may set its limits.
+
+    A number is not 1 if it is 0 or has another bit set than the lowest; a comparison by "not equal" is one of 64 bits.
+    """
+    others = (_allow(["prlimit64"], _masked(0, 1 << bit, 1 << bit)) for bit in range(1, 32))
+    itself, agent = _masked(0, _LOW32, 0), _masked(0, _LOW32, 1)
+    return [_allow(["prlimit64"], itself), *others, _refuse(["prlimit64"], _EPERM, agent)]
+
+
 def _socket_rules() -> list[dict[str, Any]]:
     """Sockets by family and protocol, pairs only of AF_UNIX: a pair of another family would make its sockets first."""
     protocols = {_AF_INET: _INET_PROTOCOLS, _AF_INET6: _INET_PROTOCOLS, _AF_NETLINK: _NETLINK_PROTOCOLS}
@@ -158,6 +168,7 @@ def profile() -> dict[str, Any]:
             *_clone_rules(),
             *(_allow(["ioctl"], _masked(1, _LOW32, command)) for command in _IOCTLS),
             *_socket_rules(),
+            *_prlimit_rules(),
             # PER_LINUX, and the query 0xffffffff; the others change what the kernel does with addresses and exec.
             *(_allow(["personality"], _masked(0, _LOW32, value)) for value in (0x0, 0x0008, 0x20000, 0x20008, _LOW32)),
         ],

@@ -23,6 +23,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 # arch/x86/entry/syscalls/syscall_64.tbl
 ADD_KEY, IO_URING_SETUP, BPF, USERFAULTFD, PERF_EVENT_OPEN, OPEN_TREE, CLONE3 = 248, 425, 321, 323, 298, 428, 435
 NAME_TO_HANDLE_AT, KEYCTL, PIVOT_ROOT, FSOPEN = 303, 250, 155, 430
+PRLIMIT64, RLIMIT_NOFILE = 302, 7
 CLONE_NEWUSER, CLONE_NEWNS, CLONE_NEWNET = 0x10000000, 0x20000, 0x40000000
 PTRACE_ATTACH, PTRACE_DETACH = 16, 17
 TIOCSTI, TIOCSETD = 0x5412, 0x5423
@@ -138,6 +139,11 @@ def swap_extents() -> None:
                 raise
 
 
+def lower_limits(pid: int) -> None:
+    """Of open files, to 64."""
+    call(PRLIMIT64, ctypes.c_long(pid), RLIMIT_NOFILE, (ctypes.c_uint64 * 2)(64, 64), None)
+
+
 def change_line_discipline() -> None:
     """To the one that it has."""
     master, slave = pty.openpty()
@@ -170,6 +176,9 @@ def attempts(victim: int) -> dict[str, Callable[[], object]]:
         "ptrace the victim": lambda: attach(victim),
         "read the victim's environment": open_for_reading(f"/proc/{victim}/environ"),
         "read the victim's memory map": open_for_reading(f"/proc/{victim}/maps"),
+        "lower the victim's limits": lambda: lower_limits(victim),
+        "lower the victim's limits past 32 bits": lambda: lower_limits(1 << 32 | victim),
+        "offer the victim to the OOM killer": lambda: Path(f"/proc/{victim}/oom_score_adj").write_text("1000"),
         "follow the victim's root": lambda: os.listdir(f"/proc/{victim}/root/"),
         "list the victim's program": lambda: os.readlink(f"/proc/{victim}/exe"),
         "push terminal input": lambda: push_terminal_input(TIOCSTI),
