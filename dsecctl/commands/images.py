@@ -59,6 +59,9 @@ def inspect(app: App, *, ref: str) -> None:
     output.document(app.client.image_inspect(ref))
 
 
+#: What skopeo(1) reads from, as far as the daemon takes it.
+_TRANSPORTS = ("docker://", "oci:", "oci-archive:", "docker-archive:", "dir:")
+
 _PREFIX = click.option(
     "--prefix",
     default="/",
@@ -132,7 +135,7 @@ def pull(app: App, *, reference: str, name: str | None, prefix: str, **config: A
 
     REFERENCE is as skopeo takes it, docker:// when it says nothing else; NAME is its last part by default.
     """
-    where = reference if "://" in reference else f"docker://{reference}"
+    where = reference if reference.startswith(_TRANSPORTS) else f"docker://{reference}"
     name = name or reference.rpartition("/")[2]
     operation = app.client.image_import(name, where, kind="registry", prefix=prefix, config=_change(config))
     _finish(app, operation, f"pull {reference}")

@@ -391,7 +391,9 @@ def test_image_import_changes_the_configuration_it_is_told_to(
     args = ("root.tar", "x:1", "-e", "A=b=c", "-e", "OURS", "-u", "1:2", "--entrypoint", "sh -c 'a b'", "-l", "k=v")
     assert call(daemon, "image", "import", *args).exit_code == 0
     assert call(daemon, "image", "pull", "x:1", "--cmd", "", "-w", "/srv").exit_code == 0
-    change, pulled = (request.config for request in daemon.imports)
+    assert call(daemon, "image", "pull", "oci:/layout:one", "y:1").exit_code == 0
+    assert [request.source for request in daemon.imports[1:]] == ["docker://x:1", "oci:/layout:one"]
+    change, pulled, _ = (request.config for request in daemon.imports)
     assert change == t.ImageConfigChange(
         env=("A=b=c", "OURS=1"), user="1:2", entrypoint=("sh", "-c", "a b"), labels={"k": "v"}
     )
@@ -399,7 +401,7 @@ def test_image_import_changes_the_configuration_it_is_told_to(
     assert call(daemon, "image", "import", "root.tar", "x:1").exit_code == 0
     assert daemon.imports[-1].config == t.ImageConfigChange()
     wrong = call(daemon, "image", "import", "root.tar", "x:1", "--cmd", "'")
-    assert (wrong.exit_code, len(daemon.imports)) == (2, 3)
+    assert (wrong.exit_code, len(daemon.imports)) == (2, 4)
     assert "no closing quotation" in wrong.stderr.lower()
 
 
