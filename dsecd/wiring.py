@@ -66,7 +66,9 @@ async def build_core(config: Config, place: Place, store: Store, events: Events,
     sandboxes = Sandboxes(registry, lifecycle, tasks, parallel=_parallel())
     operations = Operations(store, tasks)
     await operations.recover()
-    await reconcile.reconcile(records, registry, lifecycle, backends, tasks, checkpoint)
+    await reconcile.reconcile(
+        records, registry, lifecycle, backends, tasks, checkpoint, first_start=place.generation == 1
+    )
     await images.unmount_unused()
     tasks.spawn("expiry", deadlines.run(sandboxes.expired))
     host = Host(

@@ -21,7 +21,7 @@ from dsecd.core.records import Record
 from dsecd.core.registry import Registry
 from dsecd.core.store import Store
 from dsecd.core.tasks import Tasks
-from libdsec.errors import DsecError, NoCapacity
+from libdsec.errors import DsecError, NoCapacity, Refused
 from libdsec.types import Finding, SandboxSpec, State
 
 log = logging.getLogger(__name__)
@@ -38,13 +38,16 @@ def load(store: Store) -> list[Record]:
 
 async def reconcile(
     found: Sequence[Record], registry: Registry, lifecycle: Lifecycle, backends: Mapping[str, Backend],
-    tasks: Tasks, checkpoint: Checkpoint = no_checkpoint,
+    tasks: Tasks, checkpoint: Checkpoint = no_checkpoint, *, first_start: bool = False,
 ) -> None:
     """Bring records and reality together. Call once, before the first request.
 
     What takes long goes on afterwards, each sandbox under its lock. Raises NoCapacity when this daemon was given
-    too few descriptors or too little memory for what runs, which then goes on running.
+    too few descriptors or too little memory for what runs, which then goes on running; Refused when the database is
+    new (``first_start``) and sandboxes are there: then it is the database that was lost, and they are not removed.
     """
+    if first_start:
+        _refuse_to_forget({record.id for record in found}, backends)
     lives = [registry.enter(record) for record in found if record.spec.backend in backends]
     for record in found:
         if record.spec.backend not in backends:
@@ -101,6 +104,15 @@ async def _remove_strangers(known: set[str], backends: Mapping[str, Backend], ch
             log.warning("sandbox=%s has no record: removing what is left of it", sandbox_id)
             box = Box(id=sandbox_id, spec=SandboxSpec(image="none"), uid_base=0, layers=())
             await undo("stranger", (*backend.disk_steps(box), *backend.run_steps(box)), checkpoint)
+
+
+def _refuse_to_forget(known: set[str], backends: Mapping[str, Backend]) -> None:
+    found = sorted(set().union(*(backend.residents() for backend in backends.values())) - known)
+    if found:
+        raise Refused(
+            f"start with a new state database: it knows nothing of {len(found)} sandboxes here, such as '{found[0]}'",
+            hint="restore the database, or remove 'sandboxes' in the state and runtime directories to give them up",
+        )
 
 
 def residue(registry: Registry, backends: Mapping[str, Backend]) -> list[Finding]:

@@ -372,3 +372,23 @@ def test_a_cancelled_batch_tells_how_far_it_came(client: Client) -> None:
     assert there - progress["done"] <= 16
     with pytest.raises(DsecError):
         client.finish(cancelled)
+
+
+def test_a_lost_database_does_not_take_the_sandboxes_with_it(daemon: Daemon) -> None:
+    with daemon.client() as client:
+        sandbox = client.create(SandboxSpec(image=IMAGE))
+        client.exec(sandbox.id, ExecRequest(argv=("sh", "-c", "echo precious > /root/work")))
+    daemon.stop()
+    database = daemon.state_dir / "state.db"
+    saved = database.rename(database.with_suffix(".saved"))
+    daemon.start(wait=False)
+    assert daemon.wait_dead() != 0
+    assert f"it knows nothing of 1 sandboxes here, such as '{sandbox.id}'" in daemon.tail()
+    for path in daemon.state_dir.glob("state.db*"):
+        if path != saved:
+            path.unlink()
+    saved.rename(database)
+    daemon.start()
+    with daemon.client() as client:
+        assert client.exec(sandbox.id, ExecRequest(argv=("cat", "/root/work"))).stdout == b"precious\n"
+        client.delete(sandbox.id)
