@@ -357,6 +357,10 @@ def environment() -> dict[str, str]:
 
 def _set_limits() -> None:
     """What a hostile archive may make this process take, beyond what the tree's own limits count."""
+    # The daemon's protection from the OOM killer (OOMScoreAdjust=) is not meant for us; raising is always allowed.
+    score = Path("/proc/self/oom_score_adj")
+    if int(score.read_text()) < 0:
+        score.write_text("0")
     # Parsing of headers (maps of holes above all) happens outside of what a tree counts.
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_DATA)[1]))
     # A walk holds a file descriptor for every level of directories.
