@@ -7,7 +7,7 @@ INSIDE = $(DEV) $(MAKE) --no-print-directory
 PYTEST = python3 -m pytest --junit-xml="$$DSEC_DEV_CACHES/junit.xml"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-unit test-host lint bench agent agent-check clean inside-test
+.PHONY: help demo test test-unit test-host lint bench agent agent-check deb clean inside-test
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -16,7 +16,7 @@ demo: ## from nothing to commands in a sandbox, with a daemon killed in between
 	@$(INSIDE) agent
 	@$(DEV) demo/run
 
-test: ## everything: agent, linters, unit and host tests
+test: ## everything: agent, linters, packages, unit and host tests
 	@$(INSIDE) inside-test
 
 test-unit: ## tests that need no root rights
@@ -40,6 +40,9 @@ agent: ## build the agent
 agent-check: ## the agent's tests, on the real program and on one with sanitizers
 	@$(DEV) sh -c '$(MAKE) --no-print-directory -C agent all asan && $(PYTEST) tests/host/test_agent.py'
 
+deb: ## build the Debian packages into build/deb, and have lintian judge them
+	@$(DEV) packaging/build-deb
+
 clean: ## remove what was built in the checkout; the cache of ./dev stays
 	rm -rf build dist *.egg-info
 
@@ -48,6 +51,7 @@ inside-test:
 	@status=0; \
 	$(MAKE) --no-print-directory agent || status=1; \
 	$(MAKE) --no-print-directory lint || status=1; \
+	packaging/build-deb || status=1; \
 	$(PYTEST) tests/unit tests/host || status=1; \
 	[ $$status = 0 ] || echo "make test: failed, see above" >&2; \
 	exit $$status
