@@ -7,7 +7,7 @@ INSIDE = $(DEV) $(MAKE) --no-print-directory
 PYTEST = python3 -m pytest --junit-xml="$$DSEC_DEV_CACHES/junit.xml"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-unit test-host lint bench agent agent-check deb clean inside-test
+.PHONY: help demo test test-unit test-host test-vm lint bench agent agent-check deb clean inside-test
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,6 +25,13 @@ test-unit: ## tests that need no root rights
 test-host: ## tests against this machine's kernel
 	@$(INSIDE) agent
 	@$(DEV) sh -c '$(PYTEST) tests/host'
+
+# The kernels that lie beside a checkout, where there are some, are to be seen inside, too.
+BESIDE = $(wildcard $(abspath $(CURDIR)/../shared/kernels))
+
+test-vm: ## tests of the package on a Debian 13 with systemd, in a virtual machine
+	@$(INSIDE) deb
+	@DSEC_DEV_BIND="$${DSEC_DEV_BIND:-$(BESIDE)}" $(DEV) sh -c '$(PYTEST) tests/vm'
 
 lint: ## ruff and mypy
 	@$(DEV) sh -c 'status=0; ruff check --quiet || status=1; \

@@ -6,14 +6,14 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.vm import host, image, kernels
-from tests.vm.host import VmHost
+from tests.vm import host, image, kernels, packages
+from tests.vm.host import Saved, VmHost
 from tests.vm.kernels import Kernel
 
 #: An emulated machine, and perhaps an image to build first.
@@ -41,26 +41,64 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 @pytest.fixture(scope="module")
 def vm(request: pytest.FixtureRequest) -> Iterator[VmHost]:
     """A freshly booted Debian 13 with Debian's kernel, for the tests of one module."""
-    with host.only_machine(), _machine(request, kernels.debian(image.get())) as machine:
-        yield machine
+    with host.only_machine():
+        base = image.get()
+        kernel = kernels.debian(base)
+        with _machine(request, kernel, lambda: host.booted(kernel, base)) as machine:
+            yield machine
 
 
 @pytest.fixture(scope="module")
 def sched_core_vm(request: pytest.FixtureRequest) -> Iterator[VmHost]:
     """The same with a kernel that has core scheduling; the tests are skipped where there is none."""
+    kernel = _sched_core_kernel()
+    with host.only_machine():
+        base = image.get()
+        with _machine(request, kernel, lambda: host.booted(kernel, base)) as machine:
+            yield machine
+
+
+@pytest.fixture(scope="module")
+def dsec_vm(request: pytest.FixtureRequest) -> Iterator[VmHost]:
+    """A host on which the built package is installed, with an image to make sandboxes of (``packages.IMAGE``)."""
+    _need_packages()
+    with host.only_machine():
+        base = image.get()
+        kernel = kernels.debian(base)
+        with _machine(request, kernel, lambda: packages.installed(kernel, base)) as machine:
+            yield machine
+
+
+@pytest.fixture(scope="module")
+def dsec_sched_core_vm(request: pytest.FixtureRequest) -> Iterator[VmHost]:
+    """The same with a kernel that has core scheduling."""
+    _need_packages()
+    kernel = _sched_core_kernel()
+    with host.only_machine():
+        base = image.get()
+        with _machine(request, kernel, lambda: packages.installed(kernel, base)) as machine:
+            yield machine
+
+
+def _sched_core_kernel() -> Kernel:
     try:
-        kernel = kernels.sched_core()
+        return kernels.sched_core()
     except kernels.KernelMissing as missing:
         pytest.skip(str(missing))
-    with host.only_machine(), _machine(request, kernel) as machine:
-        yield machine
+
+
+def _need_packages() -> None:
+    try:
+        packages.built()
+    except packages.PackagesMissing as missing:
+        pytest.skip(str(missing))
 
 
 @contextmanager
-def _machine(request: pytest.FixtureRequest, kernel: Kernel) -> Iterator[VmHost]:
+def _machine(request: pytest.FixtureRequest, kernel: Kernel, saved: Callable[[], Saved]) -> Iterator[VmHost]:
     name = request.node.path.stem
     began = time.monotonic()
-    with host.fresh(kernel, image.get()) as machine:
+    with VmHost(kernel, saved()) as machine:
         _say(request, f"{name}: {kernel.name} kernel, ready after {time.monotonic() - began:.1f} s")
         try:
             yield machine

@@ -15,7 +15,7 @@ import tarfile
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -248,35 +248,37 @@ class VmHost:
         self._channel = Channel(self._running().agent_socket, timeout_s=timeout_s)
 
 
-def fresh(kernel: Kernel, base: Image) -> VmHost:
-    """A machine that has just booted: restored, or booted and saved for the next.  Hold ``only_machine``.
+def booted(kernel: Kernel, base: Image) -> Saved:
+    """The saved machine of an image and a kernel that has booted and done nothing else.  Hold ``only_machine``."""
+    # The path: a saved disk names the one below it.
+    parts = [str(base.folder), qemu.version(), *qemu.fixed_arguments(), frames.PORT, kernels.sha256(kernel.image)]
+    name = f"booted-{kernel.name}-{short_digest(parts)}"
+    return prepared(base.folder / name, kernel, lambda: VmHost(kernel, base), VmHost.wait_booted)
 
-    Raises QemuError, ChannelError, CommandFailed.
+
+def prepared(
+    folder: Path, kernel: Kernel, start: Callable[[], VmHost], prepare: Callable[[VmHost], object]
+) -> Saved:
+    """The machine saved in a folder; made by starting and preparing one when it is not there.
+
+    Hold ``only_machine``.  Raises QemuError, ChannelError, CommandFailed.
     """
-    return VmHost(kernel, saved(kernel, base))
-
-
-def saved(kernel: Kernel, base: Image) -> Saved:
-    """The saved machine of an image and a kernel; boots it when there is none.  Hold ``only_machine``."""
-    folder = base.folder / f"booted-{kernel.name}-{_digest(kernel, base)}"
     if not folder.is_dir():
         partial = folder.with_suffix(".partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         try:
-            with VmHost(kernel, base) as host:
-                host.wait_booted()
-                host.save(partial)
+            with start() as machine:
+                prepare(machine)
+                machine.save(partial)
             partial.rename(folder)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     return Saved(folder, kernel)
 
 
-def _digest(kernel: Kernel, base: Image) -> str:
-    """Changes with what a saved machine depends on, besides what is in its image."""
-    # The path: a saved disk names the one below it.
-    parts = [str(base.folder), qemu.version(), *qemu.fixed_arguments(), frames.PORT, kernels.sha256(kernel.image)]
+def short_digest(parts: Iterable[str]) -> str:
+    """A name for all that a saved machine depends on."""
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 

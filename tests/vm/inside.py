@@ -10,17 +10,24 @@ this very run, in which tests passed, none failed and none was skipped that was 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-from tests.vm.channel import CommandFailed, Result
+from tests.vm.channel import Result
 from tests.vm.host import VmHost
+from tests.vm.image import CHECKOUT
 
 _HERE = Path(__file__).with_name("inside")
 _OPTIONS = (
     "-p", "no:cacheprovider", "-o", "junit_family=xunit2", "-o", "filterwarnings=error", "--strict-markers", "-ra",
+)  # fmt: skip
+
+#: Files of tests/host that need nothing but a kernel, root and the programs that the package depends on.
+MECHANISMS = (
+    "test_cgroup.py", "test_erofs.py", "test_mechanisms.py", "test_mount.py", "test_mountns.py", "test_overlay.py",
+    "test_peercred.py", "test_pidfd.py", "test_proc.py", "test_userns.py",
 )  # fmt: skip
 
 
@@ -41,21 +48,39 @@ class Report:
 def run_pytest(
     vm: VmHost, file: str, *, may_skip: Mapping[str, str] | None = None, timeout_s: float = 900.0
 ) -> Report:
-    """Run one file of ``inside/`` in the guest.
+    """Run one file of ``inside/`` in the guest, against the installed SDK and daemon.
 
     ``may_skip``: tests that may be skipped, with a part of the reason that they then give.  Raises InsideFailed.
     """
+    path = vm.put(_HERE / file, "/root/inside")
+    return _run(vm, [*_OPTIONS, path], {}, may_skip or {}, timeout_s)
+
+
+def run_host_tests(
+    vm: VmHost, names: Sequence[str], *, may_skip: Mapping[str, str] | None = None, timeout_s: float = 1500.0
+) -> Report:
+    """Run files of ``tests/host`` in the guest, on its kernel and against this checkout.  Raises InsideFailed."""
+    folder = "/root/checkout"
+    for part in ("dsecd", "libdsec", "setup.cfg"):
+        vm.put(CHECKOUT / part, folder)
+    for part in ("host", "support", "__init__.py"):
+        vm.put(CHECKOUT / "tests" / part, f"{folder}/tests")
+    # Where the tests put what has to be on a disk.
+    vm.run(["mkdir", "-p", "/var/lib/dsec"])
+    paths = [f"{folder}/tests/host/{name}" for name in names]
+    options = ["-c", f"{folder}/setup.cfg", f"--rootdir={folder}", "-o", "timeout=600"]
+    return _run(vm, [*options, *paths], {"PYTHONPATH": folder}, may_skip or {}, timeout_s)
+
+
+def _run(
+    vm: VmHost, arguments: Sequence[str], env: Mapping[str, str], may_skip: Mapping[str, str], timeout_s: float
+) -> Report:
     word = f"run-{os.urandom(8).hex()}"
-    folder = f"/root/{word}"
-    path = vm.put(_HERE / file, folder)
-    command = ["python3", "-m", "pytest", *_OPTIONS, f"--rootdir={folder}", f"--junit-xml={folder}/junit.xml",
-               "-o", f"junit_suite_name={word}", path]  # fmt: skip
-    result = vm.run(command, check=False, timeout_s=timeout_s)
-    try:
-        xml = vm.read(f"{folder}/junit.xml")
-    except CommandFailed:
-        xml = b""
-    return judge(result, xml, word, may_skip or {})
+    xml = f"/root/{word}.xml"
+    command = ["python3", "-m", "pytest", f"--junit-xml={xml}", "-o", f"junit_suite_name={word}", *arguments]
+    result = vm.run(command, check=False, timeout_s=timeout_s, env=env)
+    report = vm.run(["cat", xml], check=False).stdout
+    return judge(result, report, word, may_skip)
 
 
 def judge(result: Result, xml: bytes, word: str, may_skip: Mapping[str, str]) -> Report:

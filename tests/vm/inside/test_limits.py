@@ -27,7 +27,7 @@ def _sandbox(client: Client, **limits: int) -> Sandbox:
 
 def _cgroup(sandbox: Sandbox, file: str) -> Path:
     """The file of the sandbox's cgroup that limits what runs in it, whichever level the daemon chose."""
-    (top,) = Path("/sys/fs/cgroup").rglob(sandbox.id)
+    (top,) = Path("/sys/fs/cgroup").rglob(f"*-{sandbox.id}")
     levels = [path for path in (top, top / "run") if (path / file).exists()]
     assert levels, f"no {file} in or below {top}"
     limited = [path for path in levels if not (path / file).read_text().startswith("max")]
