@@ -15,22 +15,43 @@
 
 #define WORKERS_MAX 128
 #define TO_WORKER_MAX ((size_t)768 << 10) /* what credit allows, with room for small frames' headers */
+/* How long a worker may live on when nobody waits for it: time to take back what it began, or, when only the
+ * connection was cut, to end what it was asked for. */
+#define FAREWELL_MS 5000
+#define UNHEARD_MS 60000
+
+struct hired {
+    pid_t pid;     /* 0: the slot is free */
+    uint64_t turn; /* counts those who had the slot */
+    struct timer patience;
+};
 
 struct transfer {
     struct channel channel;
     struct watch watch;
     struct buf to_worker;
+    struct hired *slot; /* of its worker, as long as turn is the same */
+    uint64_t turn;
 };
 
-static pid_t workers[WORKERS_MAX];
-static size_t worker_count;
+static struct hired workers[WORKERS_MAX];
+
+static struct hired *free_slot(void)
+{
+    for (struct hired *w = workers; w < workers + WORKERS_MAX; w++) {
+        if (w->pid == 0)
+            return w;
+    }
+    return NULL;
+}
 
 bool files_reaped(pid_t pid)
 {
-    for (size_t i = 0; i < worker_count; i++) {
-        if (workers[i] != pid)
+    for (struct hired *w = workers; w < workers + WORKERS_MAX; w++) {
+        if (w->pid != pid)
             continue;
-        workers[i] = workers[--worker_count];
+        timer_stop(&w->patience);
+        w->pid = 0;
         return true;
     }
     return false;
@@ -38,12 +59,29 @@ bool files_reaped(pid_t pid)
 
 void files_kill_all(void)
 {
-    for (size_t i = 0; i < worker_count; i++)
-        (void)kill(workers[i], SIGKILL);
+    for (struct hired *w = workers; w < workers + WORKERS_MAX; w++) {
+        if (w->pid != 0)
+            (void)kill(w->pid, SIGKILL);
+    }
 }
 
-static void transfer_free(struct transfer *t)
+static void lose_patience(struct timer *t)
 {
+    (void)kill(container_of(t, struct hired, patience)->pid, SIGKILL);
+}
+
+/* A worker runs as a user of the sandbox, so that user's processes can stop it: unless it is driven, it would keep its slot for ever. */
+static void dismiss(struct hired *w, uint64_t turn, uint64_t in_ms)
+{
+    if (w->pid == 0 || w->turn != turn)
+        return; /* reaped already */
+    (void)kill(w->pid, SIGCONT);
+    timer_set(&w->patience, in_ms, lose_patience);
+}
+
+static void transfer_free(struct transfer *t, uint64_t patience_ms)
+{
+    dismiss(t->slot, t->turn, patience_ms);
     watch_close(&t->watch);
     buf_free(&t->to_worker);
     free(t);
@@ -85,7 +123,7 @@ static bool transfer_end(struct transfer *t, const char *fault)
     if (fault != NULL)
         reply_error(t->channel.conn, t->channel.number, "io-error", EIO, fault);
     channel_close(&t->channel);
-    transfer_free(t);
+    transfer_free(t, FAREWELL_MS);
     return false;
 }
 
@@ -166,14 +204,15 @@ static void transfer_lost(struct channel *c, bool by_host)
     static const uint8_t farewell[FRAME_HEADER] = {0, 0, 0, 0, T_CLOSE};
     if (by_host) /* given up on purpose: nothing is to be kept. Else the worker sees the end of the socket. */
         (void)!send(t->watch.fd, farewell, sizeof(farewell), MSG_DONTWAIT | MSG_NOSIGNAL);
-    transfer_free(t);
+    transfer_free(t, by_host ? FAREWELL_MS : UNHEARD_MS);
 }
 
 static const struct channel_ops transfer_ops = {transfer_pull, transfer_frame, transfer_lost};
 
 /* ---- beginning */
 
-static int hire(const struct frame *f)
+/* The descriptor to a new worker, which is in the slot, or -1 with errno. */
+static int hire(struct hired *slot, const struct frame *f)
 {
     int pair[2];
     if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair) < 0)
@@ -193,31 +232,39 @@ static int hire(const struct frame *f)
         errno = err;
         return -1;
     }
-    workers[worker_count++] = pid;
+    slot->pid = pid;
+    slot->turn++;
     return pair[0];
 }
 
-static int transfer_begin(struct conn *conn, const struct frame *f)
+static int transfer_begin(struct conn *conn, struct hired *slot, const struct frame *f)
 {
     struct transfer *t = calloc(1, sizeof(*t));
     if (t == NULL)
         return -1;
     buf_init(&t->to_worker, TO_WORKER_MAX);
-    int fd = hire(f);
+    int fd = hire(slot, f);
+    t->slot = slot;
+    t->turn = slot->turn;
     if (fd >= 0 && watch_open(&t->watch, fd, EPOLLIN, transfer_event) == 0) {
         if (channel_open(&t->channel, conn, f->channel, &transfer_ops))
             return 0;
         watch_close(&t->watch);
         errno = EAGAIN;
     }
+    int err = errno;
+    if (fd >= 0)
+        dismiss(slot, slot->turn, FAREWELL_MS);
     free(t);
+    errno = err;
     return -1;
 }
 
 void files_request(struct conn *conn, const struct frame *f)
 {
-    if (worker_count >= WORKERS_MAX)
+    struct hired *slot = free_slot();
+    if (slot == NULL)
         reply_error(conn, f->channel, "busy", EAGAIN, "too many file requests at once");
-    else if (transfer_begin(conn, f) < 0)
+    else if (transfer_begin(conn, slot, f) < 0)
         reply_error(conn, f->channel, "io-error", errno, "no worker");
 }

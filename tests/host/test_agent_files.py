@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The agent's file requests. Each effect is read back from the file system, not through the agent."""
 
+import ctypes
 import hashlib
 import os
+import signal
 import stat
 import struct
 import subprocess
@@ -13,11 +15,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.agent_client import TYPES, AgentClient, AgentError, Field, Fields, Frame, Value
-from tests.support.agent_process import AgentProcess, build, poll_until, running
+from tests.support.agent_process import AgentProcess, build, poll_until, running, state_of
 
 MIB = 1 << 20
 NOBODY = 65534
 PARENTS, EXCLUSIVE, KEEP_PART = 1, 2, 4
+PTRACE_ATTACH = 16  # ptrace(2)
 
 
 @pytest.fixture(scope="module", params=["plain", "asan"])
@@ -507,3 +510,38 @@ def test_too_many_requests_are_refused_not_lost(client: AgentClient, place: Path
 
     poll_until(served)
     poll_until(lambda: os.listdir(place) == [])
+
+
+def only_worker(agent: AgentProcess) -> int:
+    """The one worker; a new agent has children of another kind for a moment."""
+    poll_until(lambda: len(agent.children()) == 1)
+    return agent.children()[0]
+
+
+def test_a_stopped_worker_keeps_its_place_only_while_somebody_waits(
+    agent: AgentProcess, client: AgentClient, place: Path
+):
+    upload = Upload(client, place / "f")
+    worker = only_worker(agent)
+    os.kill(worker, signal.SIGSTOP)
+    poll_until(lambda: state_of(worker) == "T")
+    client.ping()
+    assert agent.children() == [worker]
+    client.send("CLOSE", channel=upload.channel)
+    poll_until(lambda: not agent.children(), 3)
+    assert os.listdir(place) == []  # it was woken, and took back what it had begun
+
+
+def test_a_worker_that_cannot_be_woken_is_killed(agent: AgentProcess, client: AgentClient, place: Path):
+    upload = Upload(client, place / "f")
+    worker = only_worker(agent)
+    # Whoever traces it takes SIGCONT for it, as somebody who stops it again and again would.
+    assert ctypes.CDLL(None, use_errno=True).ptrace(PTRACE_ATTACH, worker, None, None) == 0
+    assert os.WIFSTOPPED(os.waitpid(worker, 0)[1])
+    client.send("CLOSE", channel=upload.channel)
+    client.ping()
+    began = time.monotonic()
+    _, status = os.waitpid(worker, 0)  # the end, which a tracer sees first
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    assert 1 < time.monotonic() - began < 15
+    poll_until(lambda: not agent.children(), 3)
