@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What commands print: tables, JSON, sizes and times for people, progress.
 
-Here: writing to the terminal. Not here: what is written (the commands), errors (``cli.py``).
+Here: writing to the terminal, also what became of many things. Not here: what is written (the commands), errors
+(``cli.py``).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pydantic_core import to_json
 
 from dsecctl.app import App
 from libdsec import types as t
+from libdsec.errors import DsecError
 
 _COLOURS = {
     "running": "green", "done": "green", "yes": "green", "ok": "green",
@@ -82,6 +84,27 @@ def note(app: App, text: str) -> None:
     """A word to the user beside the result; none with ``--quiet``."""
     if not app.quiet:
         click.echo(text, err=True)
+
+
+def each(app: App, names: Sequence[str], action: Callable[[str], BaseModel | None]) -> None:
+    """Do it to each of what was named, also when one fails; the first error is the command's, the others are said."""
+    failure: DsecError | None = None
+    results = []
+    for name in names:
+        try:
+            results.append(action(name))
+        except DsecError as exc:
+            if failure is not None:
+                click.echo(f"dsecctl: {exc.message}", err=True)
+            failure = failure or exc
+        else:
+            if not app.json:
+                click.echo(name)
+    if app.json:
+        done = [result for result in results if result is not None]
+        document([result.model_dump(mode="json") for result in done] if done else {})
+    if failure is not None:
+        raise failure
 
 
 # --- operations --------------------------------------------------------------------------------------------------

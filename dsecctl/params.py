@@ -101,8 +101,8 @@ class Variable(Pair):
 class _FromDaemon(click.ParamType):
     """A name that the daemon knows; completed from it, silently when it does not answer."""
 
-    def names(self, client: Client) -> list[tuple[str, str]]:
-        """Names with a word about each."""
+    def names(self, client: Client, ctx: click.Context) -> list[tuple[str, str]]:
+        """Names with a word about each; ``ctx`` has what was typed before."""
         raise NotImplementedError
 
     def shell_complete(
@@ -113,7 +113,7 @@ class _FromDaemon(click.ParamType):
             with Client(socket, timeout_s=2.0, retry_s=0) as client:
                 return [
                     CompletionItem(name, help=about)
-                    for name, about in self.names(client)
+                    for name, about in self.names(client, ctx)
                     if name.startswith(incomplete)
                 ]
         except DsecError:
@@ -125,7 +125,7 @@ class SandboxName(_FromDaemon):
 
     name = "sandbox"
 
-    def names(self, client: Client) -> list[tuple[str, str]]:
+    def names(self, client: Client, ctx: click.Context) -> list[tuple[str, str]]:
         return [(box.id, f"{box.state} {box.spec.image}") for box in client.list_all()]
 
 
@@ -134,12 +134,22 @@ class ImageName(_FromDaemon):
 
     name = "image"
 
-    def names(self, client: Client) -> list[tuple[str, str]]:
+    def names(self, client: Client, ctx: click.Context) -> list[tuple[str, str]]:
         return [(name, image.prefix) for image in client.images().images for name in image.names]
 
 
+class ExecId(_FromDaemon):
+    """The id of an exec in the sandbox that is named before it."""
+
+    name = "exec"
+
+    def names(self, client: Client, ctx: click.Context) -> list[tuple[str, str]]:
+        execs = client.exec_list(ctx.params["sandbox"]).execs
+        return [(item.exec_id, "running" if item.running else "ended") for item in execs]
+
+
 SIZE, DURATION, CPUS, PAIR, VARIABLE = Size(), Duration(), Cpus(), Pair(), Variable()
-SANDBOX, IMAGE = SandboxName(), ImageName()
+SANDBOX, IMAGE, EXEC = SandboxName(), ImageName(), ExecId()
 
 
 def read_env_file(ctx: click.Context, param: click.Parameter, value: Any) -> dict[str, str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import select
-import shutil
 import signal
 import sys
 import termios
@@ -124,8 +123,7 @@ class Attachment:
             self._stream.signal(number)
 
     def _resize(self) -> None:
-        size = shutil.get_terminal_size()
-        self._stream.resize(max(size.lines, 1), max(size.columns, 1))
+        self._stream.resize(*_terminal_size())
 
     # --- our side ----------------------------------------------------------------------------------------------
 
@@ -183,6 +181,17 @@ def write_out(name: StreamName, data: bytes) -> None:
     out = click.get_binary_stream("stdout" if name == "stdout" else "stderr")
     out.write(data)
     out.flush()
+
+
+def _terminal_size() -> tuple[int, int]:
+    """Rows and columns of the terminal we are on: what it says itself, whatever COLUMNS and LINES are."""
+    for fd in (0, 1, 2):
+        try:
+            size = os.get_terminal_size(fd)
+        except OSError:
+            continue
+        return max(size.lines, 1), max(size.columns, 1)
+    return 24, 80
 
 
 def check_terminal(*, wanted: bool, stdin: bool) -> None:

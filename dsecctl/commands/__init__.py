@@ -13,6 +13,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "attach": "execs:attach",
         "logs": "execs:logs",
         "kill": "execs:kill",
+        "execs": "execs:execs",
         "cp": "files:cp",
     },
     "Sandboxes": {

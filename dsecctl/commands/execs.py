@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands about commands in sandboxes: exec, attach, logs, kill.
+"""Commands about commands in sandboxes: exec, attach, logs, kill, execs.
 
 Here: those. Not here: terminals and pipes (``dsecctl/terminal.py``), ``run`` (``run.py``).
 """
@@ -15,7 +15,7 @@ import click
 from dsecctl import output
 from dsecctl.app import App, command, passes_rest
 from dsecctl.commands.create import strip_dashes
-from dsecctl.params import DURATION, SANDBOX, VARIABLE, options, read_env_file
+from dsecctl.params import DURATION, EXEC, SANDBOX, VARIABLE, options, read_env_file
 from dsecctl.terminal import Attachment, check_terminal, status_of, write_out
 from libdsec import ExecStream, Sandbox
 from libdsec import types as t
@@ -117,7 +117,7 @@ def exec_(
 @click.option("-i", "--interactive", is_flag=True, help="Pass standard input on.")
 @click.option("-t", "--tty", is_flag=True, help="It has a terminal: make ours raw; ctrl-p ctrl-q leaves it.")
 @click.argument("sandbox", type=SANDBOX)
-@click.argument("exec_id", default=_MAIN)
+@click.argument("exec_id", type=EXEC, default=_MAIN)
 def attach(app: App, *, sandbox: str, exec_id: str, interactive: bool, tty: bool) -> int:
     """Follow a command that runs, from the oldest output still held, and end with its status.
 
@@ -137,7 +137,7 @@ def attach(app: App, *, sandbox: str, exec_id: str, interactive: bool, tty: bool
 @command("logs", example="dsecctl logs -f web")
 @click.option("-f", "--follow", is_flag=True, help="Go on until the command ends.")
 @click.argument("sandbox", type=SANDBOX)
-@click.argument("exec_id", default=_MAIN)
+@click.argument("exec_id", type=EXEC, default=_MAIN)
 def logs(app: App, *, sandbox: str, exec_id: str, follow: bool) -> None:
     """Print what a command printed, as far as it is still held.
 
@@ -174,7 +174,7 @@ def _signal_number(ctx: click.Context, param: click.Parameter, value: str) -> in
 )
 @click.option("--tree", is_flag=True, help="Every process the command started; only with KILL.")
 @click.argument("sandbox", type=SANDBOX)
-@click.argument("exec_id", default=_MAIN)
+@click.argument("exec_id", type=EXEC, default=_MAIN)
 def kill(app: App, *, sandbox: str, exec_id: str, signal: int, tree: bool) -> None:
     """Send a signal to a command in a sandbox.
 
@@ -183,3 +183,39 @@ def kill(app: App, *, sandbox: str, exec_id: str, signal: int, tree: bool) -> No
     app.client.exec_signal(sandbox, exec_id, signal, tree=tree)
     if app.json:
         output.document({})
+
+
+@command("execs", example="dsecctl execs web")
+@click.argument("sandbox", type=SANDBOX)
+def execs(app: App, *, sandbox: str) -> None:
+    """List a sandbox's commands: those that run, and those that ended within the last ten minutes.
+
+    Their ids are what attach, logs and kill take.
+    """
+    found = app.client.exec_list(sandbox).execs
+    if app.json:
+        output.document([item.model_dump(mode="json") for item in found])
+    elif app.quiet:
+        for item in found:
+            click.echo(item.exec_id)
+    else:
+        output.table(("EXEC", "STATE", "PID", "AGE", "STDOUT", "STDERR"), [_row(item) for item in found])
+
+
+def _row(item: t.ExecInfo) -> tuple[str, ...]:
+    return (
+        item.exec_id,
+        _state(item),
+        str(item.pid) if item.running else "-",
+        output.ago(item.started_at),
+        output.size(item.stdout_bytes),
+        output.size(item.stderr_bytes),
+    )
+
+
+def _state(item: t.ExecInfo) -> str:
+    if item.running:
+        return "running"
+    end = f"signal {item.signal}" if item.exit_code is None else f"exit {item.exit_code}"
+    plain = (None, t.ExecReason.EXITED, t.ExecReason.KILLED)
+    return end if item.reason in plain else f"{end} ({item.reason})"

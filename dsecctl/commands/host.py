@@ -7,6 +7,8 @@ Here: printing what the daemon reports. Not here: finding it out (the daemon).
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from textwrap import fill as wrap
 
 import click
 
@@ -17,12 +19,15 @@ from libdsec.errors import ConnectionFailed
 
 _WORKS = {True: "yes", False: "no", None: "unknown"}
 _OK = {True: "ok", False: "wrong", None: "unknown"}
+#: Events: shown when nothing else is asked for, and the most that one request takes.
+_RECENT, _MOST = 100, 10_000
 #: The same where dsec works without it.
 _OPTIONAL = _OK | {False: "missing"}
 
 
 @command("host", example="dsecctl host")
-def host(app: App) -> None:
+@click.option("-v", "--verbose", is_flag=True, help="Also what was found, and what to do about what is missing.")
+def host(app: App, *, verbose: bool) -> None:
     """Show what this host is and which features it offers."""
     report = app.client.host()
     if app.json:
@@ -40,12 +45,22 @@ def host(app: App) -> None:
         ("BACKEND", "WORKS", "DETAIL"), [(b.name, _WORKS[b.works], b.detail) for b in report.backends]
     )
     click.echo()
-    output.table(("FEATURE", "WORKS", "FOR", "DETAIL"), [_feature(feature) for feature in report.features])
+    output.table(("FEATURE", "WORKS", "FOR"), [(f.name, _WORKS[f.works], f.why) for f in report.features])
+    lacking = [feature for feature in report.features if not feature.works]
+    if verbose:
+        _explain(report.features)
+    elif lacking:
+        output.note(app, f"\nwhat to do about the {len(lacking)} that do not work: 'dsecctl host --verbose'")
 
 
-def _feature(feature: t.FeatureState) -> tuple[str, ...]:
-    hint = f"; {feature.hint}" if feature.hint and not feature.works else ""
-    return feature.name, _WORKS[feature.works], feature.why, f"{feature.detail}{hint}".lstrip("; ")
+def _explain(features: Sequence[t.FeatureState]) -> None:
+    for feature in features:
+        hint = feature.hint if not feature.works else ""
+        texts = [text for text in (feature.detail, hint) if text]
+        if texts:
+            click.echo(f"\n{feature.name}:")
+        for text in texts:
+            click.echo(wrap(output.one_line(text), 98, initial_indent="  ", subsequent_indent="  "))
 
 
 @command("doctor", example="dsecctl doctor")
@@ -68,15 +83,23 @@ def doctor(app: App) -> None:
 
 
 @command("events", example="dsecctl events -f --json")
-@click.option("-f", "--follow", is_flag=True, help="Go on for ever.")
-@click.option("--since", type=click.IntRange(0), default=0, metavar="SEQ", help="After this sequence number.")
+@click.option("-f", "--follow", is_flag=True, help="What happens from now on, or after --since, for ever.")
+@click.option(
+    "--since", type=click.IntRange(0), metavar="SEQ", help="After this sequence number; 0 is all that is known."
+)
 @click.option("--limit", type=click.IntRange(1, 10000), help="At most so many; not with --follow.")
-def events(app: App, *, follow: bool, since: int, limit: int | None) -> None:
-    """Print what happened: creations, failures, deletions, imports."""
+def events(app: App, *, follow: bool, since: int | None, limit: int | None) -> None:
+    """Print what happened: creations, failures, deletions, imports.
+
+    The newest 100, or --limit of them; with --since those that came next, up to the newest. About 10,000 are kept.
+    """
     if not follow:
-        for event in app.client.events(since=since or None, limit=limit).events:
+        for event in _history(app, since, limit):
             _tell(app, event)
         return
+    if since is None:
+        # A number to go on from, should the daemon be gone before the first event.
+        since = _newest(app)
     lost_at = 0.0
     while True:
         try:
@@ -90,6 +113,17 @@ def events(app: App, *, follow: bool, since: int, limit: int | None) -> None:
             if time.monotonic() > lost_at + RETRY_S:
                 raise
             time.sleep(0.2)
+
+
+def _history(app: App, since: int | None, limit: int | None) -> Sequence[t.Event]:
+    if since is not None:
+        return app.client.events(since=since, limit=limit or _MOST).events
+    return app.client.events(limit=_MOST).events[-(limit or _RECENT) :]
+
+
+def _newest(app: App) -> int:
+    """The newest event's number: where it ends for somebody who claims to have seen all."""
+    return app.client.events(since=2**62, limit=1).last
 
 
 def _tell(app: App, event: t.Event) -> None:

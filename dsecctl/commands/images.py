@@ -186,12 +186,7 @@ def tag(app: App, *, ref: str, name: str) -> None:
 @click.argument("refs", type=IMAGE, nargs=-1, required=True)
 def rm(app: App, *, refs: tuple[str, ...]) -> None:
     """Remove names of images; an image goes with its last name, when no sandbox uses it."""
-    for ref in refs:
-        app.client.image_remove(ref)
-        if not app.json:
-            click.echo(ref)
-    if app.json:
-        output.document({})
+    output.each(app, refs, app.client.image_remove)
 
 
 for _command in (ls, inspect, import_, pull, build_debian, tag, rm):

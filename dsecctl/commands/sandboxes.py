@@ -6,7 +6,6 @@ Here: ps, inspect, update, pause, resume, stop, start, wait, rm. Not here: creat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
@@ -16,32 +15,11 @@ from dsecctl.app import App, command
 from dsecctl.commands.create import LIMITS, limits_of
 from dsecctl.params import DURATION, PAIR, SANDBOX
 from libdsec import types as t
-from libdsec.errors import DsecError, NotFound
+from libdsec.errors import NotFound
 
 _STATES = click.Choice([state.value for state in t.State])
 _one = click.argument("sandbox", type=SANDBOX)
 _many = click.argument("sandboxes", type=SANDBOX, nargs=-1, required=True)
-
-
-def each(app: App, ids: Sequence[str], action: Callable[[str], t.Sandbox | None]) -> None:
-    """Do it to every sandbox, also when one fails; the first error is the command's, the others are said."""
-    failure: DsecError | None = None
-    results = []
-    for id in ids:
-        try:
-            results.append(action(id))
-        except DsecError as exc:
-            if failure is not None:
-                click.echo(f"dsecctl: {exc.message}", err=True)
-            failure = failure or exc
-        else:
-            if not app.json:
-                click.echo(id)
-    if app.json:
-        done = [result for result in results if result is not None]
-        output.document([result.model_dump(mode="json") for result in done] if done else {})
-    if failure is not None:
-        raise failure
 
 
 @command("ps", example="dsecctl ps --label job=7 --state running")
@@ -111,14 +89,14 @@ def update(
 @_many
 def pause(app: App, *, sandboxes: tuple[str, ...]) -> None:
     """Freeze all processes of sandboxes."""
-    each(app, sandboxes, app.client.pause)
+    output.each(app, sandboxes, app.client.pause)
 
 
 @command("resume", example="dsecctl resume web")
 @_many
 def resume(app: App, *, sandboxes: tuple[str, ...]) -> None:
     """Let the processes of paused sandboxes go on."""
-    each(app, sandboxes, app.client.resume)
+    output.each(app, sandboxes, app.client.resume)
 
 
 @command("stop", example="dsecctl stop --grace 30 web")
@@ -128,14 +106,14 @@ def resume(app: App, *, sandboxes: tuple[str, ...]) -> None:
 )
 def stop(app: App, *, sandboxes: tuple[str, ...], grace_s: float) -> None:
     """End all processes of sandboxes and keep their files."""
-    each(app, sandboxes, lambda id: app.client.stop(id, grace_s=grace_s))
+    output.each(app, sandboxes, lambda id: app.client.stop(id, grace_s=grace_s))
 
 
 @command("start", example="dsecctl start web")
 @_many
 def start(app: App, *, sandboxes: tuple[str, ...]) -> None:
     """Run stopped sandboxes again, with the files they had."""
-    each(app, sandboxes, app.client.start)
+    output.each(app, sandboxes, app.client.start)
 
 
 @command("wait", example="dsecctl wait --state running --timeout 30 web")
@@ -163,7 +141,7 @@ def wait(app: App, *, sandboxes: tuple[str, ...], states: tuple[str, ...], timeo
                 raise
             return None
 
-    each(app, sandboxes, one)
+    output.each(app, sandboxes, one)
 
 
 @command("rm", example="dsecctl rm $(dsecctl ps -q --state failed)")
@@ -180,7 +158,7 @@ def rm(app: App, *, sandboxes: tuple[str, ...], everything: bool, labels: tuple[
             "missing argument 'SANDBOXES...', --label or --all", click.get_current_context()
         )
     missing = [] if everything or labels else [id for id in ids if not _exists(app, id)]
-    each(app, [id for id in ids if id not in missing], app.client.delete)
+    output.each(app, [id for id in ids if id not in missing], app.client.delete)
     if missing:
         raise NotFound(f"rm '{missing[0]}': no such sandbox")
 

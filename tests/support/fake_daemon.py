@@ -220,10 +220,9 @@ class _Host(_State):
         return self._operation(request.match_info["operation_id"], t.OperationState.CANCELLED)
 
     async def on_events(self, request: web.Request) -> t.EventList:
-        since = int(request.query.get("since", 0))
-        return t.EventList(
-            events=tuple(event for event in self.events if event.seq > since), last=len(self.events)
-        )
+        since, limit = int(request.query.get("since", 0)), int(request.query.get("limit", 1000))
+        newer = [event for event in self.events if event.seq > since]
+        return t.EventList(events=tuple(newer[:limit]), last=len(self.events))
 
     async def on_events_stream(self, request: web.Request) -> web.WebSocketResponse:
         socket = web.WebSocketResponse()

@@ -32,7 +32,7 @@ from dsecctl.output import one_line, size
 from dsecctl.params import CPUS, DURATION, SIZE
 from dsecctl.terminal import DetachKeys
 from libdsec import types as t
-from libdsec.errors import BY_CODE, from_wire
+from libdsec.errors import BY_CODE, NotFound, from_wire
 from tests.support.fake_daemon import FakeDaemon, pattern
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,7 +94,7 @@ def test_every_command_has_help_with_an_example_that_parses() -> None:
 def test_everything_asked_for_exists() -> None:
     wanted = (
         "run create exec ps inspect cp logs stop start rm pause resume wait update events host doctor api ops attach "
-        "image completion kill"
+        "image completion kill execs"
     )
     assert set(COMMANDS) == set(wanted.split())
     image = cli.get_command(click.Context(cli), "image")
@@ -117,6 +117,7 @@ JSON_CALLS: dict[str, tuple[str, ...]] = {
     "attach": (),  # a stream of bytes
     "logs": ("logs", "web"),
     "kill": ("kill", "web"),
+    "execs": ("execs", "web"),
     "cp": ("cp", __file__, "web:/f"),
     "ps": ("ps",),
     "inspect": ("inspect", "web"),
@@ -313,7 +314,10 @@ def test_ps_and_other_tables(daemon: FakeDaemon) -> None:
     assert len(call(daemon, "ps", "-l", "job=8").stdout.splitlines()) == 1
     assert "debian:trixie  abababababab  /       180 MiB  9000" in call(daemon, "image", "ls").stdout
     host = call(daemon, "host").stdout
-    assert "core-sched  no     isolation  CONFIG_SCHED_CORE is off; boot the kernel" in host
+    assert "core-sched  no     isolation\n" in host
+    assert "boot the kernel" not in host
+    told = call(daemon, "host", "--verbose").stdout
+    assert "\ncore-sched:\n  CONFIG_SCHED_CORE is off\n  boot the kernel of package dsec-kernel\n" in told
     done = call(daemon, "doctor")
     assert done.exit_code == 1
     assert "missing  feature kvm: /dev/kvm is missing\n" in done.stdout
@@ -333,6 +337,24 @@ def test_many_at_once_go_on_after_an_error(daemon: FakeDaemon) -> None:
     assert (done.exit_code, done.stdout) == (4, "web\nother\n")
     assert call(daemon, "rm", "--all").exit_code == 0
     assert daemon.boxes == {}
+    daemon.faults["image_remove"] = [NotFound("remove 'none': no such image")]
+    done = call(daemon, "image", "rm", "none:1", "a:1", "b:1")
+    assert (done.exit_code, done.stdout) == (4, "a:1\nb:1\n")
+    assert done.stderr == "dsecctl: remove 'none': no such image\n"
+
+
+def test_execs_lists_what_attach_and_logs_take(daemon: FakeDaemon) -> None:
+    call(daemon, "exec", "-d", "--id", "e1", "web", "exit", "3")
+    call(daemon, "exec", "-d", "--id", "e2", "web", "die", "9")
+    call(daemon, "exec", "-d", "--id", "e3", "web", "sleep")
+    rows = [line.split() for line in call(daemon, "execs", "web").stdout.splitlines()]
+    assert rows[0] == ["EXEC", "STATE", "PID", "AGE", "STDOUT", "STDERR"]
+    states = {row[0]: row[1:3] for row in rows[1:]}
+    assert (states["main"], states["e1"], states["e2"]) == (["exit", "0"], ["exit", "3"], ["signal", "9"])
+    assert states["e3"][0] == "running"
+    assert call(daemon, "-q", "execs", "web").stdout.split() == ["main", "e1", "e2", "e3"]
+    assert call(daemon, "execs", "none").exit_code == 4
+    assert complete(daemon, "dsecctl logs web e", 3).split() == ["plain,e1", "plain,e2", "plain,e3"]
 
 
 def test_cp_to_a_directory_that_is_not_there_names_it(daemon: FakeDaemon, tmp_path: Path) -> None:
@@ -406,7 +428,7 @@ def test_image_import_changes_the_configuration_it_is_told_to(
 
 
 def test_events_follow_the_daemon_through_a_restart(daemon: FakeDaemon) -> None:
-    with process(daemon, "events", "-f", "--json", stdout=subprocess.PIPE) as running:
+    with process(daemon, "events", "-f", "--since", "0", "--json", stdout=subprocess.PIPE) as running:
         assert running.stdout is not None
         assert [json.loads(running.stdout.readline())["seq"] for _ in range(2)] == [1, 2]
         daemon.down()
@@ -415,6 +437,28 @@ def test_events_follow_the_daemon_through_a_restart(daemon: FakeDaemon) -> None:
         assert json.loads(running.stdout.readline())["seq"] == 3
         running.send_signal(signal.SIGINT)
         assert running.wait() == 130
+
+
+def test_events_followed_without_since_begin_now(daemon: FakeDaemon) -> None:
+    with process(daemon, "events", "-f", "--json", stdout=subprocess.PIPE) as running:
+        assert running.stdout is not None
+        until(lambda: ("events_stream", {"since": "2"}) in daemon.seen)
+        daemon.events.append(t.Event(seq=3, at="2026-03-01T10:12:00Z", kind="daemon.started"))
+        assert json.loads(running.stdout.readline())["seq"] == 3
+        running.send_signal(signal.SIGINT)
+
+
+def test_events_without_since_are_the_newest(daemon: FakeDaemon) -> None:
+    daemon.events = [t.Event(seq=n, at="2026-03-01T10:12:00Z", kind="image.tagged") for n in range(1, 151)]
+
+    def numbers(*arguments: str) -> list[int]:
+        lines = call(daemon, "events", "--json", *arguments).stdout.splitlines()
+        return [json.loads(line)["seq"] for line in lines]
+
+    assert numbers() == list(range(51, 151))
+    assert numbers("--limit", "2") == [149, 150]
+    assert numbers("--since", "0") == list(range(1, 151))
+    assert numbers("--since", "3", "--limit", "2") == [4, 5]
 
 
 def test_api_is_the_api(daemon: FakeDaemon) -> None:
@@ -482,7 +526,11 @@ class Terminal:
         self.ours, self.theirs = pty.openpty()
         termios.tcsetwinsize(self.theirs, (33, 101))
         self.before = termios.tcgetattr(self.theirs)
-        self.process = process(daemon, *arguments, stdin=self.theirs, stdout=self.theirs, stderr=subprocess.PIPE)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("COLUMNS", "55")  # of another terminal, perhaps
+            self.process = process(
+                daemon, *arguments, stdin=self.theirs, stdout=self.theirs, stderr=subprocess.PIPE
+            )
 
     def read(self, size: int) -> bytes:
         data = b""
