@@ -12,13 +12,18 @@ from pathlib import Path
 
 from dsecd.core.images.reader import Program, Read
 from dsecd.linux import proc
-from libdsec.errors import BackendFailed, InvalidSpec
+from libdsec.errors import BackendFailed, DsecError, InvalidSpec
 
 _PULL_TIMEOUT_S = 6 * 3600.0
 _BOOTSTRAP_TIMEOUT_S = 2 * 3600.0
 #: What skopeo may read from: nothing that starts a program or talks to a daemon with root's rights.
 TRANSPORTS = ("docker://", "oci:", "oci-archive:", "docker-archive:", "dir:")
 _PROXY = re.compile(r'^Acquire::(https?)::Proxy "([^"]+)";$', re.MULTILINE)
+#: What apt-get(8) says, in the order it says it, and what is said around it.
+_NO_SUITE = re.compile(r"does not have a Release file")
+_NO_PACKAGE = re.compile(r"^E: (?:Unable to locate package (\S+)|Package '?(\S+?)'? has no installation)", re.MULTILINE)
+_COMPLAINT = re.compile(r"^E: (.+)$", re.MULTILINE)
+_WRAPPER = re.compile(r"^(?:setup failed: E: )?apt-get .* failed: |^mmdebstrap failed to run")
 #: Of the daemon's environment these reach programs that use the network.
 PASSED_ENV = (
     "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "SSL_CERT_FILE", "SSL_CERT_DIR",
@@ -59,7 +64,7 @@ def debian(
     apt's proxy on this host is used; nothing of the host's apt settings gets into the image.
     """
     argv = [
-        "mmdebstrap", "--quiet", "--mode=root", f"--variant={variant}", "--format=tar", "--skip=output/mknod",
+        "mmdebstrap", "--mode=root", f"--variant={variant}", "--format=tar", "--skip=output/mknod",
         # Copied from this host for the time of the building.
         '--customize-hook=rm -f "$1"/etc/hostname "$1"/etc/resolv.conf',
     ]
@@ -71,8 +76,32 @@ def debian(
     if mirror is not None:
         argv.append(mirror)
     env = _network_env(scratch) | _apt_proxies()
-    program = Program(argv, f"Debian {suite}", timeout_s=_BOOTSTRAP_TIMEOUT_S, env=env, fifo=fifo)
+    program = Program(
+        argv, f"Debian {suite}", timeout_s=_BOOTSTRAP_TIMEOUT_S, env=env, fifo=fifo,
+        explain=lambda failed: _why(failed, suite, mirror),
+    )
     return program.read, program.close
+
+
+def _why(failed: proc.ProcessFailed, suite: str, mirror: str | None) -> DsecError:
+    """What mmdebstrap's words mean.  Only what was asked for is the request's fault."""
+    what, archive = f"build Debian {suite!r}", mirror or "Debian's archive"
+    if _NO_SUITE.search(failed.stderr):
+        return InvalidSpec(
+            f"{what}: {archive} has no such suite",
+            hint="name one that it has, such as trixie or bookworm; --mirror names another archive",
+        )
+    if missing := sorted({one or other for one, other in _NO_PACKAGE.findall(failed.stderr)}):
+        return InvalidSpec(
+            f"{what}: {archive} has no package {', '.join(missing)} for it",
+            hint=f"leave it out of the included packages, or see what https://packages.debian.org/{suite}/ has",
+        )
+    words = [line for line in _COMPLAINT.findall(failed.stderr) if not _WRAPPER.search(line)]
+    if not words:
+        return BackendFailed(f"{what}: {failed}")
+    unreached = "Failed to fetch" in failed.stderr
+    hint = f"see that this host reaches {archive}, through a proxy if it needs one" if unreached else None
+    return BackendFailed(f"{what}: {words[0][:400]}", hint=hint, retryable=unreached)
 
 
 def _apt_proxies() -> dict[str, str]:

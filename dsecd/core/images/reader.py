@@ -259,9 +259,12 @@ class Program:
     def __init__(
         self, argv: list[str], what: str, *, timeout_s: float, env: dict[str, str] | None = None,
         feed: Read | None = None, fifo: Path | None = None,
+        explain: Callable[[proc.ProcessFailed], DsecError] | None = None,
     ) -> None:
+        """`explain` knows the program's words well enough to say what its failure means."""
         self._argv = argv
         self._what = what
+        self._explain = explain
         self._fd, writer = os.pipe2(os.O_CLOEXEC) if fifo is None else _make_fifo(fifo)
         self._error: Exception | None = None
         self._fds = {3: writer}
@@ -313,6 +316,8 @@ class Program:
         if self._feeder is not None and isinstance(error, proc.ProcessFailed) and error.returncode > 0:
             last = error.stderr.rpartition("\n")[2].rpartition(" : ")[2]
             return InvalidSpec(f"import {self._what}: damaged compressed data: {last}")
+        if self._explain is not None and isinstance(error, proc.ProcessFailed) and error.returncode > 0:
+            return self._explain(error)
         return BackendFailed(f"import {self._what}: {error}")
 
     def close(self) -> None:
