@@ -88,6 +88,8 @@ class Crun:
             "peer", SandboxSpec(image=IMAGE), root=root, cgroups_path="/dsec-peer", uid_base=_UID_BASE
         )
         config["process"]["args"] = ["/usr/bin/sleep", "infinity"]
+        # dsecd hands in a user namespace it made; by hand crun makes one of the same mapping.
+        config["linux"]["namespaces"][-1] = {"type": "user"}
         (place / "bundle/config.json").write_text(json.dumps(config))
         self.base = ["crun", f"--root={place / 'state'}", "--cgroup-manager=cgroupfs"]
 
