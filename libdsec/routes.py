@@ -6,7 +6,7 @@ Server, client, OpenAPI document and tests derive from ``ROUTES``. Not here: han
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Literal
 
@@ -35,6 +35,7 @@ class Query:
     minimum: float | None = None
     maximum: float | None = None
     choices: tuple[str, ...] = ()
+    pattern: str = ""  # of a str; its meaning in words: types.in_words
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class Route:
 _STATES = tuple(state.value for state in t.State)
 _WAIT = Query("wait_s", "float", doc="block this long for a change", minimum=0, maximum=300)
 _PATH = Query("path", required=True, doc="absolute path in the sandbox")
+_PART = Query("part", pattern=t.EXEC_ID_PATTERN, doc="name of a resumable upload")
 _USER = Query("user", doc="name or uid whose permissions apply; default the sandbox's user")
 
 ROUTES: tuple[Route, ...] = (
@@ -120,11 +122,11 @@ ROUTES: tuple[Route, ...] = (
           query=(_PATH, _USER, Query("mode", "int", minimum=0, maximum=0o7777),
                  Query("umask", "int", minimum=0, maximum=0o777), Query("parents", "bool"),
                  Query("exclusive", "bool"), Query("mtime_ns", "int", minimum=0),
-                 Query("part", doc="name of a resumable upload"), Query("offset", "int", minimum=0),
+                 _PART, Query("offset", "int", minimum=0),
                  Query("size", "int", minimum=0, doc="final size; the body may end in a hole"))),
     Route("put_state", "GET", "/v1/sandboxes/{id}/files/part", Scope.SANDBOX,
           "How much of a resumable upload has arrived.", response=t.FileInfo,
-          query=(_PATH, _USER, Query("part", required=True))),
+          query=(_PATH, _USER, replace(_PART, required=True))),
     Route("stat", "GET", "/v1/sandboxes/{id}/files/stat", Scope.READ, "stat(2).", response=t.FileInfo,
           query=(_PATH, _USER, Query("follow", "bool"))),
     Route("list_dir", "GET", "/v1/sandboxes/{id}/files/list", Scope.READ, "A page of a directory.",

@@ -10,7 +10,6 @@ Units are in the names. Bytes in JSON (``stdout``, ``data``) are base64. Times a
 from __future__ import annotations
 
 import base64
-import re
 from datetime import datetime
 from enum import StrEnum
 from typing import Annotated, Any, Literal
@@ -22,7 +21,6 @@ from pydantic import (
     PlainSerializer,
     StringConstraints,
     WithJsonSchema,
-    field_validator,
 )
 from pydantic_core import ErrorDetails
 
@@ -38,7 +36,10 @@ SandboxId = Annotated[str, StringConstraints(pattern=ID_PATTERN)]
 ExecId = Annotated[str, StringConstraints(pattern=EXEC_ID_PATTERN)]
 ImageRef = Annotated[str, StringConstraints(pattern=IMAGE_REF_PATTERN)]
 Key = Annotated[str, StringConstraints(min_length=1, max_length=128)]
+LABEL_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._/-]*$"
+LabelName = Annotated[str, StringConstraints(pattern=LABEL_NAME_PATTERN, max_length=128)]
 Label = Annotated[str, StringConstraints(max_length=128)]
+Labels = Annotated[dict[LabelName, Label], Field(max_length=64)]
 EnvName = Annotated[str, StringConstraints(pattern=r"^[^=\x00]{1,4096}$")]
 EnvValue = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$", max_length=131072)]
 Arg = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$", max_length=131072)]
@@ -51,10 +52,16 @@ _WORDS = {
     ID_PATTERN: "must be 1 to 63 of a-z, 0-9, '.' and '-', the first a letter or digit",
     EXEC_ID_PATTERN: "must be 1 to 64 of A-Z, a-z, 0-9, '_' and '-'",
     IMAGE_REF_PATTERN: "must be name[:tag] or a digest",
+    LABEL_NAME_PATTERN: "must be a name of A-Z, a-z, 0-9, '.', '_', '/' and '-', the first a letter or digit",
     r"^/[^\x00]*$": "must be an absolute path",
     r"^[^\x00]*$": "must not contain a NUL byte",
     r"^[^=\x00]{1,4096}$": "must be a name of 1 to 4096 bytes without '=' and NUL",
 }
+
+
+def in_words(pattern: str) -> str:
+    """What a pattern means, for messages."""
+    return _WORDS.get(pattern, f"must match {pattern}")
 
 
 def explain(error: ErrorDetails) -> str:
@@ -137,18 +144,10 @@ class SandboxSpec(Model):
     shm_size_bytes: int = Field(64 * MIB, ge=64 * 1024, le=1 << 40, description="/dev/shm")
     network: Literal["none"] = "none"
     limits: Limits = Limits()
-    labels: dict[Label, Label] = Field(default_factory=dict, max_length=64)
+    labels: Labels = Field(default_factory=dict)
     ttl_s: float | None = Field(
         None, gt=0, le=10 * 365 * 86400, description="deleted this long after creation; time paused does not count"
     )
-
-    @field_validator("labels")
-    @classmethod
-    def _labels_have_names(cls, value: dict[str, str]) -> dict[str, str]:
-        for name in value:
-            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/-]*", name):
-                raise ValueError(f"label name {name!r} must match [A-Za-z0-9][A-Za-z0-9._/-]*")
-        return value
 
 
 class CreateRequest(Model):
@@ -211,7 +210,7 @@ class StopRequest(Model):
 class UpdateRequest(Model):
     """Change what may change on a live sandbox; absent fields stay."""
 
-    labels: dict[Label, Label] | None = Field(None, max_length=64)
+    labels: Labels | None = None
     ttl_s: float | None = Field(None, gt=0, le=10 * 365 * 86400, description="from now on")
     limits: Limits | None = None
 

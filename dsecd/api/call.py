@@ -146,6 +146,8 @@ def _read(text: str, spec: Query) -> str | int | float | bool:
         raise ValueError("must not contain a NUL byte")
     if spec.choices and text not in spec.choices:
         raise ValueError(f"must be one of {', '.join(spec.choices)}, got {text[:40]!r}")
+    if spec.pattern and not re.fullmatch(spec.pattern, text):
+        raise ValueError(f"{t.in_words(spec.pattern)}, got {text[:80]!r}")
     if spec.kind in ("str", "list"):
         return text
     if spec.kind == "bool":

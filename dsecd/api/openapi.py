@@ -157,6 +157,8 @@ def _query_parameter(query: Query) -> Json:
         item["minimum"] = int(query.minimum) if query.minimum == int(query.minimum) else query.minimum
     if query.maximum is not None:
         item["maximum"] = int(query.maximum) if query.maximum == int(query.maximum) else query.maximum
+    if query.pattern:
+        item["pattern"] = query.pattern
     if query.choices:
         item["enum"] = list(query.choices)
     schema: Json = {"type": "array", "items": item} if query.kind == "list" else item

@@ -113,7 +113,7 @@ class Files:
         """How much of a resumable upload has arrived: ``size_bytes``."""
         link, user = self._link(principal, sandbox_id, "look for a part in", path, user)
         with translate.files(f"look for part '{part}' of '{path}' in '{sandbox_id}'"):
-            return _info(await link.stat(f"{PurePosixPath(path).parent}/.{_name(path)}.dsec-{part}", user), _name(path))
+            return _info(await link.stat(f"{PurePosixPath(path).parent}/.dsec-{part}.part", user), _name(path))
 
     async def stat(
         self, principal: Principal, sandbox_id: str, path: str, user: str | None, *, follow: bool

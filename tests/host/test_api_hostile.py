@@ -4,6 +4,7 @@
 import http.client
 import json
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote
@@ -124,3 +125,63 @@ def test_image_references(daemon: Daemon, ref: str) -> None:
         {"image": "debian:trixie", "toolkits": [ref]},
     ):
         check(daemon, "POST", "/v1/sandboxes", json.dumps({"spec": body}))
+
+
+def test_an_update_takes_no_label_that_a_spec_would_not(daemon: Daemon) -> None:
+    for labels in ({"\xf1": "x"}, {"": ""}, {"a b": "x"}, {"ok": "v" * 129}, {f"l{n}": "" for n in range(65)}):
+        status, data = request(daemon.socket, "PATCH", "/v1/sandboxes/sb", json.dumps({"labels": labels}))
+        assert status == 422, data
+        assert json.loads(data)["details"]["errors"][0]["path"].startswith("labels")
+    with daemon.client() as client:
+        assert [sandbox.spec.labels for sandbox in client.list().sandboxes] == [{}]
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT"])
+@pytest.mark.parametrize("part", ["", "a%2Fb", "..%2F..%2Fetc", "%0B", "%C2%9B", "x" * 65, "%ff"])
+def test_names_of_parts_are_checked(daemon: Daemon, method: str, part: str) -> None:
+    target = f"/v1/sandboxes/sb/files{'/part' if method == 'GET' else ''}?path=/root/f&part={part}"
+    status, data = request(daemon.socket, method, target, b"x" if method == "PUT" else None)
+    wire = json.loads(data)
+    assert (status, wire["code"]) == (422, "invalid-spec")
+    assert wire["message"].startswith("query.part: must be 1 to 64 of A-Z, a-z, 0-9, '_' and '-'")
+
+
+def test_a_part_of_an_upload_tells_how_much_arrived_before_the_daemon_died(daemon: Daemon) -> None:
+    data = bytes(range(256)) * 400
+    target = "/v1/sandboxes/sb/files?path=/root/resumed&part=p1"
+    head = f"PUT {target} HTTP/1.1\r\nHost: d\r\nContent-Length: {len(data)}\r\n\r\n"
+    with socket.socket(socket.AF_UNIX) as cut:
+        cut.connect(str(daemon.socket))
+        cut.sendall(head.encode() + data[:50_000])
+        assert wait_for_part(daemon, 50_000) == 50_000
+        # One at a time: the part is somebody's.
+        status, answer = request(daemon.socket, "PUT", f"{target}&offset=50000", data[50_000:])
+        assert (status, json.loads(answer)["code"]) == (409, "conflict")
+        daemon.restart()
+    assert wait_for_part(daemon, 50_000) == 50_000
+    status, answer = request(daemon.socket, "PUT", f"{target}&offset=50000", data[50_000:])
+    assert (status, json.loads(answer).get("size_bytes")) == (200, len(data)), answer
+    assert request(daemon.socket, "GET", "/v1/sandboxes/sb/files?path=/root/resumed") == (200, data)
+    assert request(daemon.socket, "GET", "/v1/sandboxes/sb/files/part?path=/root/resumed&part=p1")[0] == 404
+
+
+def test_a_client_that_leaves_its_upload_leaves_nothing(daemon: Daemon) -> None:
+    with socket.socket(socket.AF_UNIX) as cut:
+        cut.connect(str(daemon.socket))
+        target = "/v1/sandboxes/sb/files?path=/root/resumed&part=p2"
+        cut.sendall(f"PUT {target} HTTP/1.1\r\nHost: d\r\nContent-Length: 9\r\n\r\n1234".encode())
+        assert wait_for_part(daemon, 4, "p2") == 4
+    deadline = time.monotonic() + 10
+    while wait_for_part(daemon, 0, "p2") >= 0:
+        assert time.monotonic() < deadline
+
+
+def wait_for_part(daemon: Daemon, size: int, part: str = "p1") -> int:
+    """How much of it is there, once there is as much; -1 when there is none."""
+    deadline = time.monotonic() + (10 if size else 0)
+    while True:
+        status, answer = request(daemon.socket, "GET", f"/v1/sandboxes/sb/files/part?path=/root/resumed&part={part}")
+        found = int(json.loads(answer)["size_bytes"]) if status == 200 else -1
+        if found >= size or time.monotonic() > deadline:
+            return found
+        time.sleep(0.02)

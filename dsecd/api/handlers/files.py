@@ -55,7 +55,7 @@ async def get_file(call: Call) -> web.StreamResponse:
 
 
 async def put_file(call: Call) -> BaseModel:
-    """Committed only once the whole body has arrived; a client that breaks off has uploaded nothing, or a part."""
+    """Committed only once the whole body has arrived; a client that breaks off has uploaded nothing."""
     request = call.request
     check_encoding(request)
     kind = media_type(request) or bodies.PLAIN
