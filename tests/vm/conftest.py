@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import time
@@ -41,7 +42,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 @pytest.fixture(scope="module")
 def vm(request: pytest.FixtureRequest) -> Iterator[VmHost]:
     """A freshly booted Debian 13 with Debian's kernel, for the tests of one module."""
-    with host.only_machine():
+    with host.only_machine(functools.partial(_say, request)):
         base = image.get()
         kernel = kernels.debian(base)
         with _machine(request, kernel, lambda: host.booted(kernel, base)) as machine:
@@ -52,7 +53,7 @@ def vm(request: pytest.FixtureRequest) -> Iterator[VmHost]:
 def sched_core_vm(request: pytest.FixtureRequest) -> Iterator[VmHost]:
     """The same with a kernel that has core scheduling; the tests are skipped where there is none."""
     kernel = _sched_core_kernel()
-    with host.only_machine():
+    with host.only_machine(functools.partial(_say, request)):
         base = image.get()
         with _machine(request, kernel, lambda: host.booted(kernel, base)) as machine:
             yield machine
@@ -62,7 +63,7 @@ def sched_core_vm(request: pytest.FixtureRequest) -> Iterator[VmHost]:
 def dsec_vm(request: pytest.FixtureRequest) -> Iterator[VmHost]:
     """A host on which the built package is installed, with an image to make sandboxes of (``packages.IMAGE``)."""
     _need_packages()
-    with host.only_machine():
+    with host.only_machine(functools.partial(_say, request)):
         base = image.get()
         kernel = kernels.debian(base)
         with _machine(request, kernel, lambda: packages.installed(kernel, base)) as machine:
@@ -74,7 +75,7 @@ def dsec_sched_core_vm(request: pytest.FixtureRequest) -> Iterator[VmHost]:
     """The same with a kernel that has core scheduling."""
     _need_packages()
     kernel = _sched_core_kernel()
-    with host.only_machine():
+    with host.only_machine(functools.partial(_say, request)):
         base = image.get()
         with _machine(request, kernel, lambda: packages.installed(kernel, base)) as machine:
             yield machine

@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import shutil
-import sys
 import tarfile
 import tempfile
 import threading
@@ -29,7 +28,7 @@ from tests.vm.kernels import Kernel
 #: Emulated, on two cores that others use, too: a boot takes 30 to 60 s, several times that under load.
 BOOT_S = 600.0
 _RESTORE_S = 120.0
-_LOCK_S = 3600.0
+_LOCK_S = 1500.0  # less than a test may take, so that the reason is told
 
 _in_this_process = threading.Lock()
 
@@ -53,22 +52,23 @@ class Saved:
 
 
 @contextmanager
-def only_machine() -> Iterator[None]:
+def only_machine(tell: Callable[[str], object] = print) -> Iterator[None]:
     """At most one machine at a time for all that share a cache: two would take each other's time.
 
-    Not to be nested: a module of tests uses one machine. Raises TimeoutError after an hour.
+    ``tell``: who waits long wants to know for whom. Not to be nested: a module of tests uses one machine. Raises
+    TimeoutError after 25 minutes.
     """
     if not _in_this_process.acquire(blocking=False):
         raise RuntimeError("this process has a machine already")
     try:
         with (image.cache() / "lock").open("w") as lock:
-            _lock(lock)
+            _lock(lock, tell)
             yield
     finally:
         _in_this_process.release()
 
 
-def _lock(lock: TextIO) -> None:
+def _lock(lock: TextIO, tell: Callable[[str], object]) -> None:
     deadline, told = time.monotonic() + _LOCK_S, False
     while True:
         try:
@@ -77,7 +77,7 @@ def _lock(lock: TextIO) -> None:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"another run has used {lock.name} for {_LOCK_S:.0f} s") from None
             if not told:
-                print("vm: waiting for another run's machine to end", file=sys.stderr)
+                tell("waiting for another run's machine to end")
             told = True
             time.sleep(0.5)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -22,6 +22,7 @@ from tests.vm.image import CHECKOUT
 _HERE = Path(__file__).with_name("inside")
 _OPTIONS = (
     "-p", "no:cacheprovider", "-o", "junit_family=xunit2", "-o", "filterwarnings=error", "--strict-markers", "-ra",
+    "--tb=short",
 )  # fmt: skip
 
 #: Files of tests/host that need nothing but a kernel, root and the programs that the package depends on.
@@ -98,7 +99,9 @@ def judge(result: Result, xml: bytes, word: str, may_skip: Mapping[str, str]) ->
     if not report.passed:
         problems.append("no test passed")
     if not result.ok or problems:
-        raise InsideFailed("\n".join([*problems, str(result)]))
+        # With failures to tell, the rest of the output only repeats them.
+        output = result if not report.failed else replace(result, stdout=result.stdout[-1500:])
+        raise InsideFailed("\n".join([*problems, str(output)]))
     return report
 
 

@@ -24,7 +24,8 @@ _INSTALL_S = 600.0
 
 #: Files that any package's coming and going changes, or that the host itself writes meanwhile.
 _EXPECTED = (
-    "/etc/ld.so.cache", "/root/", "/tmp/", "/usr/local/lib/testhost/", "/var/cache/apt/", "/var/cache/debconf/",
+    "/etc/group-", "/etc/gshadow-", "/etc/ld.so.cache", "/etc/passwd-", "/etc/shadow-", "/etc/subgid-", "/etc/subuid-",
+    "/root/", "/tmp/", "/usr/local/lib/testhost/", "/var/cache/apt/", "/var/cache/debconf/",
     "/var/cache/ldconfig/", "/var/lib/apt/", "/var/lib/dpkg/", "/var/lib/systemd/", "/var/log/", "/var/tmp/",
 )  # fmt: skip
 

@@ -180,7 +180,8 @@ def test_purge_leaves_nothing_though_a_sandbox_runs(with_sandbox: Installed) -> 
     assert vm.run("grep -h dsec /proc/[0-9]*/mountinfo || true").text == ""
     assert vm.run("ps -eo uid=,args= | awk '$1 >= 671088640'").text == ""
     assert vm.run("ps -eo args= | grep -c '[d]secd' || true").text == "0\n"
-    assert sorted(packages.files(vm) - with_sandbox.files_before) == []
+    left = sorted(packages.files(vm) - with_sandbox.files_before)
+    assert not left, "\n".join(left)
     assert vm.run("getent passwd; getent group | grep -v ^dsec").text in with_sandbox.accounts_before
     assert vm.run(["systemctl", "--failed", "--no-legend"]).text == ""
 
