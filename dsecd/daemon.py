@@ -27,6 +27,7 @@ import sdnotify
 from dsecd import __version__, listen, lock, logs
 from dsecd.api.handlers import HANDLERS
 from dsecd.api.server import Server
+from dsecd.backends.limits import hand_on_controllers
 from dsecd.config import Config, ConfigError, check_ids, load
 from dsecd.core import host
 from dsecd.core.events import Events
@@ -119,8 +120,10 @@ def _take_place(config: Config, stack: contextlib.ExitStack) -> _Taken:
         )
     for collision in check_ids(config):
         log.warning("id ranges: %s", collision)
-    cgroup_dir = _cgroup_dir(config.cgroup_root)
+    cgroup_top = _cgroup_top()
+    cgroup_dir = cgroup_top / config.cgroup_root
     cgroup.create(cgroup_dir)
+    hand_on_controllers(cgroup_top, cgroup_dir)
     stack.callback(os.close, lock.hold_cgroup(cgroup_dir))
     _enter_pinned_namespace(config.runtime_dir / "mnt")
     launch_ns = _launch_namespace(config.runtime_dir / "layers")
@@ -142,15 +145,15 @@ def _under_systemd() -> bool:
     return "NOTIFY_SOCKET" in os.environ
 
 
-def _cgroup_dir(relative: str) -> Path:
-    """The sandboxes' cgroup: in the part of the tree that systemd delegates to our unit, else below the root."""
+def _cgroup_top() -> Path:
+    """The part of the tree that systemd delegates to our unit, else all of it; sandboxes are somewhere below."""
     base = cgroup.root()
     own = Path(cgroup.own().lstrip("/"))
     # DelegateSubgroup puts the daemon itself into a child of its unit's cgroup, beside which sandboxes can
     # be.
     if _under_systemd() and own.parent.name.endswith(".service"):
         base /= own.parent
-    return base / relative
+    return base
 
 
 def _enter_pinned_namespace(pin: Path) -> None:

@@ -11,12 +11,15 @@ Limits lie on ``run``, where commands live, so that no command can starve the ag
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from pathlib import Path
 
 from dsecd.linux import cgroup
 from libdsec import errors
 from libdsec.types import Limits
+
+log = logging.getLogger(__name__)
 
 #: A fork bomb ends here when nothing else was asked for.
 DEFAULT_PIDS_MAX = 8192
@@ -38,6 +41,21 @@ def attributes(limits: Limits) -> dict[str, str]:
     if limits.cpu_max_permil is not None:
         values["cpu.max"] = f"{limits.cpu_max_permil * _CPU_PERIOD_US // 1000} {_CPU_PERIOD_US}"
     return values
+
+
+def hand_on_controllers(top: Path, cgroup_dir: Path) -> None:
+    """Let the controllers that ``top`` has reach ``cgroup_dir`` below it, as far as the kernel lets us.
+
+    A level that gives its children none ends the way: systemd delegates a unit's cgroup with them all, and they are
+    off below it until somebody asks for them.
+    """
+    for path in (parent for parent in reversed(cgroup_dir.parents) if parent.is_relative_to(top)):
+        try:
+            cgroup.enable(path, cgroup.controllers(path) & frozenset(_WANTED))
+        except cgroup.AttributeRefused as error:
+            # EBUSY: processes of others are in it. Limits asked for are then refused, those by default off.
+            log.warning("sandboxes have no resource limits: %s", error)
+            return
 
 
 class LimitWriter:
