@@ -20,11 +20,14 @@
 #define OUT_PAUSE ((size_t)512 << 10) /* no more requests are read above this */
 #define WRITE_BUDGET ((size_t)2 << 20)
 #define CHANNELS_MAX 10000u
+#define PATIENCE_MS 2
 #define BUCKETS 512u
 
 struct conn {
     struct watch watch;
     struct timer hello_timer;
+    struct timer patience; /* set: the first `patient` bytes of `out` may wait for more to go with them */
+    size_t patient;
     struct conn *next; /* in `all` */
     bool authenticated;
     bool dead;
@@ -115,6 +118,7 @@ void conn_fail(struct conn *conn)
     conn->dead = true;
     some_dead = true;
     timer_stop(&conn->hello_timer);
+    timer_stop(&conn->patience);
     watch_close(&conn->watch);
     if (!conn->authenticated)
         unauthenticated--;
@@ -154,8 +158,27 @@ void conn_take_charge(struct conn *conn)
     conn->in.max = IN_BYTES;
 }
 
+static void patience_ends(struct timer *t)
+{
+    (void)t; /* the round that follows writes */
+}
+
+void conn_let_wait(struct conn *conn, size_t n)
+{
+    if (conn->out.len != n) /* something else goes out now anyway */
+        return;
+    conn->patient = n;
+    timer_set(&conn->patience, PATIENCE_MS, patience_ends);
+}
+
+static bool is_patient(const struct conn *conn)
+{
+    return timer_is_set(&conn->patience) && conn->out.len <= conn->patient;
+}
+
 static bool flush(struct conn *conn)
 {
+    timer_stop(&conn->patience);
     while (conn->out.len > 0) {
         ssize_t n = send(conn->watch.fd, buf_head(&conn->out), conn->out.len, MSG_DONTWAIT | MSG_NOSIGNAL);
         if (n < 0) {
@@ -260,7 +283,7 @@ static void fill(struct conn *conn)
 
 static void settle_watch(struct conn *conn)
 {
-    bool waiting = conn->out.len > 0;
+    bool waiting = conn->out.len > 0 && !is_patient(conn);
     bool paused = conn->out.len >= OUT_PAUSE;
     watch_set(&conn->watch, (paused ? 0u : (uint32_t)EPOLLIN) | (waiting ? (uint32_t)EPOLLOUT : 0u));
 }
@@ -273,7 +296,7 @@ static void service(struct conn *conn)
         if (conn->out.failed)
             conn_fail(conn);
         size_t pending = conn->out.len;
-        if (conn->dead || pending == 0 || !flush(conn))
+        if (conn->dead || pending == 0 || is_patient(conn) || !flush(conn))
             break;
         if (pending >= budget) {
             loop_again();

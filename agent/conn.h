@@ -38,6 +38,8 @@ void channel_ready(struct channel *c); /* ops->pull has something to send */
 
 /* The connection's queue, for building frames in. */
 struct buf *conn_queue(struct conn *conn);
+/* The n bytes just queued need not go out at once: what follows within two milliseconds saves the host a wake-up. */
+void conn_let_wait(struct conn *conn, size_t n);
 /* Gives up on the connection; it is freed at the end of the round. */
 void conn_fail(struct conn *conn);
 void reply_ok(struct conn *conn, uint32_t channel);

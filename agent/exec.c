@@ -206,6 +206,9 @@ static void send_started(struct exec *ex)
     put_u64(b, F_PID, (uint64_t)ex->pid);
     put_u64(b, F_CREDIT, input_credit(ex));
     frame_end(b, begun);
+    /* Many commands end at once, and then STARTED, output and EXIT are one write. Not where somebody waits to type. */
+    if (ex->reader.starter && !ex->pty && !ex->in.accepts)
+        conn_let_wait(c->conn, b->len - begun);
 }
 
 static void mark_started(struct exec *ex)

@@ -19,6 +19,7 @@ from aiohttp.web_protocol import RequestHandler
 
 from dsecd.api import wire
 from dsecd.api.dispatch import Dispatcher
+from dsecd.api.gather import Gathered
 from dsecd.api.router import Handler
 from dsecd.core.principal import Principal
 from dsecd.core.services import Core
@@ -67,7 +68,8 @@ class Connection(RequestHandler):
             cast(asyncio.Transport, transport).abort()
             self.principal = None
             return
-        super().connection_made(transport)
+        gathered = Gathered(cast(asyncio.Transport, transport), self._loop)
+        super().connection_made(cast(asyncio.Transport, gathered))
 
     def connection_lost(self, exc: BaseException | None) -> None:
         if self._header_timer is not None:
