@@ -7,9 +7,9 @@ does not: their order (``container.py``), crun (``launch.py``).
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from dsecd.backends.agentlink.link import connect
@@ -18,7 +18,7 @@ from dsecd.backends.launch import Launcher
 from dsecd.backends.limits import LimitWriter
 from dsecd.backends.plan import in_thread
 from dsecd.backends.trash import Trash
-from dsecd.linux import cgroup, pidfd
+from dsecd.linux import cgroup, mountns, pidfd
 from libdsec import errors
 from libdsec.types import Limits
 
@@ -42,7 +42,8 @@ class ContainerSteps:
         self._launcher = Launcher(site, self._disks)
         self.limits = LimitWriter(site.cgroup_dir)
         # Starting a container is mostly work of the kernel and of crun: more at once than this only queue there.
-        self._threads = ThreadPoolExecutor(max_workers=2 * (os.cpu_count() or 1), thread_name_prefix="launch")
+        self._launches = asyncio.Semaphore(2 * (os.cpu_count() or 1))
+        self._threads = mountns.FreshThreads()
         self._trash = Trash(site.state_dir / "trash")
 
     def residents(self) -> set[str]:
@@ -89,12 +90,15 @@ class ContainerSteps:
 
     async def launch(self, box: Box) -> None:
         with translated(f"start '{box.id}'"):
-            await in_thread(self._launcher.start, box, self.cgroup(box), executor=self._threads)
+            async with self._launches:
+                await in_thread(self._launcher.start, box, self.cgroup(box), executor=self._threads)
 
     async def end(self, box: Box) -> None:
         """Kill everything in it, wherever its start got to."""
         with translated(f"end '{box.id}'"):
-            await in_thread(cgroup.kill, self.cgroup(box))
+            # Who deletes has killed it already, while the record was written.
+            if cgroup.populated(self.cgroup(box)):
+                await in_thread(cgroup.kill, self.cgroup(box))
         if not await cgroup.wait_empty(self.cgroup(box), KILL_TIMEOUT_S):
             raise errors.TimedOut(
                 f"end '{box.id}': processes still there {KILL_TIMEOUT_S:g} s after SIGKILL (stuck in the kernel?)",

@@ -50,7 +50,10 @@ class Launcher:
         return f"/proc/self/fd/{self._sockets_fd}/{box.id}"
 
     def start(self, box: Box, cgroup_path: Path) -> None:
-        """Start the agent of a box in its tree. Blocks. Runs in a thread. Raises OSError, proc.ProcessFailed."""
+        """Start the agent of a box in its tree. Blocks. Runs in one of mountns.FreshThreads, which it changes.
+
+        Raises OSError, proc.ProcessFailed.
+        """
         with contextlib.ExitStack() as stack:
             listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC))
             listener.bind(self.socket_path(box))
@@ -65,11 +68,9 @@ class Launcher:
                 oci.USERNS_FD: userns_fd,
             }
 
-            def start() -> None:
-                root = self._stack(box, clones, disk)
-                self._run_crun(box, root, cgroup_path, fds)
-
-            mountns.run_in_copy(self._site.launch_ns, start)
+            mountns.enter_copy(self._site.launch_ns)
+            root = self._stack(box, clones, disk)
+            self._run_crun(box, root, cgroup_path, fds)
 
     def _stack(self, box: Box, clones: Sequence[int], disk: int) -> Path:
         """Mount the box's tree. Runs on a thread whose mount namespace ends with it; nobody else sees these mounts."""

@@ -145,21 +145,29 @@ class Lifecycle:
             self.watch.stop(live)
             live.record.reason = reason
             live.record.intent = "delete"
-            try:
-                await self._ledger.to(live, State.DELETING, "sandbox.deleting")
-            except errors.DsecError as error:
-                # On a full disk too: removing is what makes room.
-                log.warning("sandbox=%s deletion not recorded before it begins: %s", live.id, error)
+            # Its processes can go while the record is written; its files only afterwards.
+            await asyncio.gather(self._record_deletion(live), self._kill(live))
             _raise_first(await self._remove(live, plan="delete"), f"delete '{live.id}'")
         finally:
             live.lock.release()
+
+    async def _record_deletion(self, live: Live) -> None:
+        try:
+            await self._ledger.to(live, State.DELETING, "sandbox.deleting")
+        except errors.DsecError as error:
+            # On a full disk too: removing is what makes room.
+            log.warning("sandbox=%s deletion not recorded before it begins: %s", live.id, error)
+
+    async def _kill(self, live: Live) -> None:
+        # What cannot be killed now is told by the step that waits for its end.
+        with contextlib.suppress(OSError):
+            await asyncio.to_thread(live.backend.kill, live.box)
 
     async def _seize(self, live: Live) -> None:
         """Take the lock from whatever holds it or waits for it to be free."""
         while True:
             if live.lock.locked():
-                with contextlib.suppress(OSError):
-                    await asyncio.to_thread(live.backend.kill, live.box)
+                await self._kill(live)
             # A creation may not have got to its processes yet: look again.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0.2):

@@ -14,13 +14,15 @@ import fcntl
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from dsecd.linux import mount as mounts
 from dsecd.linux import syscalls
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 _SELF = Path("/proc/thread-self/ns/mnt")
 
@@ -165,12 +167,34 @@ def run_in_copy(ns_fd: int, fn: Callable[[], T]) -> T:
     (very soon after the return, if there is none).  Exceptions of `fn` come out here.
     """
     def enter() -> T:
-        _enter(ns_fd)
-        syscalls.unshare(syscalls.CLONE_NEWNS)
-        mounts.make_private("/")
+        enter_copy(ns_fd)
         return fn()
 
     return _on_new_thread(enter)
+
+
+class FreshThreads(Executor):
+    """An executor that gives each call a thread of its own, which may change itself for good: see `enter_copy`."""
+
+    def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> "Future[R]":
+        future: Future[R] = Future()
+
+        def body() -> None:
+            try:
+                future.set_result(fn(*args, **kwargs))
+            # Broad, and not Exception: whatever ends fn is raised again, where the result is asked for.
+            except BaseException as error:  # noqa: BLE001
+                future.set_exception(error)
+
+        threading.Thread(target=body, name="mountns", daemon=True).start()
+        return future
+
+
+def enter_copy(ns_fd: int) -> None:
+    """Move the calling thread, one of FreshThreads, into a private copy of a mount namespace: see `run_in_copy`."""
+    _enter(ns_fd)
+    syscalls.unshare(syscalls.CLONE_NEWNS)
+    mounts.make_private("/")
 
 
 def _on_new_thread(fn: Callable[[], T]) -> T:

@@ -28,6 +28,8 @@ class LayerMounts:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._locks: dict[str, asyncio.Lock] = {}
+        #: What is mounted for certain; what an earlier daemon mounted is found out when it is first asked for.
+        self._mounted: set[Path] = set()
 
     def place(self, digest: str) -> Path:
         """Where a layer is mounted when it is."""
@@ -40,13 +42,16 @@ class LayerMounts:
         """Mount a layer unless it is, in the calling process's mount namespace.  Raises NotFound, Refused."""
         place = self.place(digest)
         async with self._lock(digest):
-            if not await in_thread(os.path.ismount, place):
-                await in_thread(_mount, image, place)
+            if place not in self._mounted:
+                if not await in_thread(os.path.ismount, place):
+                    await in_thread(_mount, image, place)
+                self._mounted.add(place)
         return place
 
     async def unmount(self, digest: str) -> None:
         """Unmount a layer if it is mounted.  Sandboxes that use it keep their own reference to the file system."""
         async with self._lock(digest):
+            self._mounted.discard(self.place(digest))
             await in_thread(_unmount, self.place(digest))
 
     async def unmount_others(self, wanted: Callable[[], Iterable[str]]) -> None:
@@ -57,6 +62,7 @@ class LayerMounts:
         for short in await in_thread(_present, self.directory):
             async with self._lock(short):
                 if short not in {digest[:SHORT_DIGEST] for digest in wanted()}:
+                    self._mounted.discard(self.place(short))
                     await in_thread(_unmount, self.place(short))
 
 
