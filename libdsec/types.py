@@ -36,6 +36,7 @@ SandboxId = Annotated[str, StringConstraints(pattern=ID_PATTERN)]
 ExecId = Annotated[str, StringConstraints(pattern=EXEC_ID_PATTERN)]
 ImageRef = Annotated[str, StringConstraints(pattern=IMAGE_REF_PATTERN)]
 Key = Annotated[str, StringConstraints(min_length=1, max_length=128)]
+HOSTNAME_PATTERN = r"^[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?$"
 LABEL_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._/-]*$"
 LabelName = Annotated[str, StringConstraints(pattern=LABEL_NAME_PATTERN, max_length=128)]
 Label = Annotated[str, StringConstraints(max_length=128)]
@@ -52,6 +53,7 @@ _WORDS = {
     ID_PATTERN: "must be 1 to 63 of a-z, 0-9, '.' and '-', the first a letter or digit",
     EXEC_ID_PATTERN: "must be 1 to 64 of A-Z, a-z, 0-9, '_' and '-'",
     IMAGE_REF_PATTERN: "must be name[:tag] or a digest",
+    HOSTNAME_PATTERN: "must be 1 to 63 of A-Z, a-z, 0-9 and '-', which neither begins nor ends it",
     LABEL_NAME_PATTERN: "must be a name of A-Z, a-z, 0-9, '.', '_', '/' and '-', the first a letter or digit",
     r"^/[^\x00]*$": "must be an absolute path",
     r"^[^\x00]*$": "must not contain a NUL byte",
@@ -138,7 +140,7 @@ class SandboxSpec(Model):
     env: dict[EnvName, EnvValue] = Field(default_factory=dict, max_length=4096)
     user: User | None = Field(None, description="default: the image's, else root")
     workdir: GuestPath | None = Field(None, description="default: the image's, else the user's home")
-    hostname: str | None = Field(None, pattern=r"^[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?$")
+    hostname: str | None = Field(None, pattern=HOSTNAME_PATTERN)
     readonly_root: bool = False
     tmp_size_bytes: int = Field(256 * MIB, ge=MIB, le=1 << 40, description="/tmp, a tmpfs")
     shm_size_bytes: int = Field(64 * MIB, ge=64 * 1024, le=1 << 40, description="/dev/shm")

@@ -314,3 +314,22 @@ def test_events_tell_the_life_of_a_sandbox(client: Client) -> None:
         "sandbox.created", "sandbox.running", "sandbox.paused", "sandbox.resumed", "sandbox.deleting",
         "sandbox.deleted",
     ]  # fmt: skip
+
+
+def test_the_longest_names_work_and_longer_ones_are_refused(client: Client) -> None:
+    """FL-31: sockets and the host name have their own limits."""
+    longest = "n" * 63
+    labels = {"l" * 128: "v" * 128}
+    assert client.create(spec(labels=labels), id=longest).spec.labels == labels
+    assert sh(client, longest, "hostname") == f"{longest}\n"
+    assert client.list(label=[f"{'l' * 128}={'v' * 128}"]).sandboxes[0].id == longest
+    exec_id = "e" * 64
+    assert client.exec(longest, ExecRequest(argv=("true",), exec_id=exec_id)).exec_id == exec_id
+    name = f"{'i' * 120}:{'t' * 128}"
+    assert name in client.image_tag(IMAGE, name).names
+    client.delete(client.create(SandboxSpec(image=name)).id)
+    client.image_remove(name)
+    with pytest.raises(InvalidSpec, match="must be 1 to 63"):
+        client.create(spec(), id="n" * 64)
+    with pytest.raises(InvalidSpec, match="hostname: must be 1 to 63"):
+        Sandbox(image=IMAGE, hostname="h" * 64, client=client)
