@@ -92,4 +92,5 @@ def test_answers_are_what_the_description_says(tmp_path: Path) -> None:
         worked = {name for name, status in answers if status.startswith("2")}
         assert len(worked) > 15, sorted(worked)
         assert len(answers) > 150
-        assert client.inspect(names["DSEC_FUZZ_LIVE"]).state == "running"
+        live = client.inspect(names["DSEC_FUZZ_LIVE"])
+        assert live.state == "running", [event for event in daemon.events() if event["subject"] == live.id]
