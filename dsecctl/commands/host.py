@@ -49,8 +49,8 @@ def host(app: App, *, verbose: bool) -> None:
     lacking = [feature for feature in report.features if not feature.works]
     if verbose:
         _explain(report.features)
-    elif lacking:
-        output.note(app, f"\nwhat to do about the {len(lacking)} that do not work: 'dsecctl host --verbose'")
+    elif lacking and not app.quiet:
+        click.echo(f"\nwhat to do about the {len(lacking)} that do not work: 'dsecctl host --verbose'")
 
 
 def _explain(features: Sequence[t.FeatureState]) -> None:
