@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The agent: process 1 of a sandbox. Start-up, signals, reaping. */
+#include "caps.h"
 #include "cgroup.h"
 #include "conn.h"
 #include "exec.h"
@@ -80,8 +81,13 @@ static void take_signals(void)
     for (size_t i = 0; i < sizeof(faults) / sizeof(faults[0]); i++)
         sigdelset(&all, faults[i]);
     sigprocmask(SIG_SETMASK, &all, NULL);
+    /* Whoever started us may have ignored some: commands inherit that, and an ignored SIGCHLD reaps behind our back. */
+    for (int sig = 1; sig < _NSIG; sig++) {
+        struct sigaction now;
+        if (sigaction(sig, NULL, &now) == 0 && now.sa_handler == SIG_IGN)
+            signal(sig, SIG_DFL);
+    }
     signal(SIGPIPE, SIG_IGN);
-    signal(SIGCHLD, SIG_DFL); /* inherited "ignore" would reap behind our back */
     sigemptyset(&wanted);
     sigaddset(&wanted, SIGCHLD);
     if (getpid() != 1) {
@@ -206,6 +212,9 @@ static void set_up(int argc, char **argv)
         die("epoll");
     if (cgroup_init(a.cgroup_fd, exec_frozen) < 0)
         die("cgroup");
+    /* For what commands may gain by execve; once, here, since each of them inherits it. */
+    if (a.container && caps_bound() < 0)
+        die("capability bounding set");
     if (a.container && net_loopback_up() < 0)
         dprintf(2, "dsec-agent: loopback: %s\n", strerror(errno)); /* a sandbox without it is still of use */
     take_signals();

@@ -64,12 +64,10 @@ static void *must_alloc(size_t n)
     return p;
 }
 
+/* The agent has no handlers, and ignores one signal; what it was started with it took back itself (main.c). */
 static void reset_signals(void)
 {
-    struct sigaction dfl = {.sa_handler = SIG_DFL};
-    for (int sig = 1; sig < _NSIG; sig++)
-        if (sig != SIGKILL && sig != SIGSTOP)
-            (void)sigaction(sig, &dfl, NULL);
+    (void)signal(SIGPIPE, SIG_DFL);
     sigset_t none;
     sigemptyset(&none);
     sigprocmask(SIG_SETMASK, &none, NULL);
@@ -216,7 +214,8 @@ _Noreturn static void run_command(char **argv, char **env)
     while (dir != NULL) {
         size_t len = strcspn(dir, ":");
         int n = snprintf(path, sizeof(path), "%.*s%s%s", (int)len, dir, len ? "/" : "", name);
-        if (n > 0 && (size_t)n < sizeof(path))
+        /* Asking first: an execve that fails has set up half a process by then. */
+        if (n > 0 && (size_t)n < sizeof(path) && (access(path, F_OK) == 0 || (errno != ENOENT && errno != ENOTDIR)))
             try_execve(path, argv, env, &worst);
         dir = dir[len] ? dir + len + 1 : NULL;
     }

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 from urllib.parse import quote, urlencode
 
+import httpcore
 import httpx
 from pydantic import BaseModel, ValidationError
 
@@ -162,11 +163,20 @@ def _os_error(exc: BaseException | None) -> OSError | None:
     return None
 
 
-def transport_error(socket: str, what: str, exc: httpx.TransportError) -> ConnectionFailed:
+#: What httpcore raises when httpx does not stand between; the same kinds under the same names.
+HTTPCORE_ERRORS = (httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException)
+
+_NO_CONNECTION = (
+    httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout,
+    httpcore.ConnectError, httpcore.ConnectTimeout, httpcore.PoolTimeout,
+)  # fmt: skip
+
+
+def transport_error(socket: str, what: str, exc: Exception) -> ConnectionFailed:
     """Any failure of the HTTP transport; ``details["sent"]`` tells whether the daemon may have seen the request."""
-    if isinstance(exc, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout):
+    if isinstance(exc, _NO_CONNECTION):
         return unreachable(socket, exc)
-    if isinstance(exc, httpx.TimeoutException):
+    if isinstance(exc, httpx.TimeoutException | httpcore.TimeoutException):
         return ConnectionFailed(f"{what}: the daemon did not answer in time", sent=True, gave_up=True)
     cause = _os_error(exc)
     text = (

@@ -7,10 +7,11 @@ Here: sleeping, locks, blocking calls, a job beside the caller, one WebSocket. N
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import ParamSpec, TypeVar
 
+import httpcore
 import httpx
 from websockets.asyncio.client import ClientConnection, unix_connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketException
@@ -32,9 +33,49 @@ Lock = asyncio.Lock
 sleep = asyncio.sleep
 
 
-def http_transport(socket: str) -> httpx.AsyncHTTPTransport:
-    """Connections to the daemon. verify=False: a Unix socket has no TLS, and loading certificates takes 20 ms."""
-    return httpx.AsyncHTTPTransport(verify=False, uds=socket, limits=POOL)
+class _Transport(httpx.AsyncHTTPTransport):
+    """httpx's, on a pool that small requests use without it."""
+
+    def __init__(self, socket: str) -> None:
+        self.pool = self._pool = httpcore.AsyncConnectionPool(
+            uds=socket,
+            max_connections=POOL.max_connections,
+            max_keepalive_connections=POOL.max_keepalive_connections,
+            keepalive_expiry=POOL.keepalive_expiry,
+        )
+
+
+def http_transport(socket: str) -> _Transport:
+    """Connections to the daemon."""
+    return _Transport(socket)
+
+
+async def exchange(
+    transport: _Transport,
+    method: str,
+    target: str,
+    headers: Mapping[str, str],
+    content: bytes | None,
+    limit_s: float | None,
+) -> tuple[int, bytes]:
+    """One small request: status and body of its answer. Raises httpcore's errors."""
+    fields = {"host": "dsec", **headers}
+    if content is not None:
+        fields["content-length"] = str(len(content))
+    timeouts = {"connect": OPEN_TIMEOUT_S, "read": limit_s, "write": limit_s, "pool": None}
+    url = httpcore.URL(scheme=b"http", host=b"dsec", port=None, target=target.encode())
+    request = httpcore.Request(
+        method,
+        url,
+        headers=[(name.encode(), value.encode()) for name, value in fields.items()],
+        content=content,
+        extensions={"timeout": timeouts},
+    )
+    response = await transport.pool.handle_async_request(request)
+    try:
+        return response.status, await response.aread()
+    finally:
+        await response.aclose()
 
 
 async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

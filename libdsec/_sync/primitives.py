@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket as socketlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, ParamSpec, TypeVar
 
@@ -18,6 +18,7 @@ import httpx
 from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketException
 from websockets.sync.client import ClientConnection, unix_connect
 
+from libdsec._sync.plain import Connections
 from libdsec.connection import (
     CLOSE_TIMEOUT_S,
     MAX_MESSAGE_BYTES,
@@ -94,6 +95,7 @@ class _Transport(httpx.HTTPTransport):
     """httpx's, on a pool with our backend."""
 
     def __init__(self, socket: str) -> None:
+        self.plain = Connections(socket)
         self._pool = httpcore.ConnectionPool(
             uds=socket,
             max_connections=POOL.max_connections,
@@ -102,10 +104,26 @@ class _Transport(httpx.HTTPTransport):
             network_backend=_Backend(),
         )
 
+    def close(self) -> None:
+        self.plain.close()
+        super().close()
 
-def http_transport(socket: str) -> httpx.HTTPTransport:
+
+def http_transport(socket: str) -> _Transport:
     """Connections to the daemon."""
     return _Transport(socket)
+
+
+def exchange(
+    transport: _Transport,
+    method: str,
+    target: str,
+    headers: Mapping[str, str],
+    content: bytes | None,
+    limit_s: float | None,
+) -> tuple[int, bytes]:
+    """One small request: status and body of its answer. Raises httpcore's errors."""
+    return transport.plain.exchange(method, target, headers, content, limit_s)
 
 
 def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
