@@ -12,6 +12,7 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -397,6 +398,9 @@ static void do_usage(struct conn *conn, uint32_t channel, const struct request *
         put_u64(b, F_CPU_USER_US, user);
         put_u64(b, F_CPU_SYSTEM_US, system);
     }
+    struct rusage ended;
+    if (getrusage(RUSAGE_CHILDREN, &ended) == 0)
+        put_u64(b, F_MAX_RSS_KIB, (uint64_t)ended.ru_maxrss);
     frame_end(b, begun);
     reply_ok(conn, channel);
 }

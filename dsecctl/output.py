@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 from pydantic import BaseModel
@@ -21,6 +21,8 @@ from pydantic_core import to_json
 from dsecctl.app import App
 from libdsec import types as t
 from libdsec.errors import DsecError
+
+R = TypeVar("R")
 
 _COLOURS = {
     "running": "green", "done": "green", "yes": "green", "ok": "green",
@@ -69,6 +71,14 @@ def size(count: int) -> str:
     return f"{value:.1f} TiB"
 
 
+def cpu(microseconds: int | None) -> str:
+    """CPU time for people."""
+    if microseconds is None:
+        return "-"
+    minutes, seconds = divmod(microseconds / 1e6, 60)
+    return f"{minutes:.0f} min {seconds:.0f} s" if minutes >= 10 else f"{microseconds / 1e6:.2f} s"
+
+
 def ago(moment: datetime | None) -> str:
     """How long since then, in the one unit that says it best."""
     if moment is None:
@@ -86,8 +96,8 @@ def note(app: App, text: str) -> None:
         click.echo(text, err=True)
 
 
-def each(app: App, names: Sequence[str], action: Callable[[str], BaseModel | None]) -> None:
-    """Do it to each of what was named, also when one fails; the first error is the command's, the others are said."""
+def collect(names: Sequence[str], action: Callable[[str], R]) -> tuple[list[R], DsecError | None]:
+    """What came of each, also when one fails, and the first error, for the caller to raise; the others are said."""
     failure: DsecError | None = None
     results = []
     for name in names:
@@ -97,9 +107,19 @@ def each(app: App, names: Sequence[str], action: Callable[[str], BaseModel | Non
             if failure is not None:
                 click.echo(f"dsecctl: {exc.message}", err=True)
             failure = failure or exc
-        else:
-            if not app.json:
-                click.echo(name)
+    return results, failure
+
+
+def each(app: App, names: Sequence[str], action: Callable[[str], BaseModel | None]) -> None:
+    """Do it to each of what was named, also when one fails; the first error is the command's, the others are said."""
+
+    def one(name: str) -> BaseModel | None:
+        result = action(name)
+        if not app.json:
+            click.echo(name)
+        return result
+
+    results, failure = collect(names, one)
     if app.json:
         done = [result for result in results if result is not None]
         document([result.model_dump(mode="json") for result in done] if done else {})

@@ -78,6 +78,8 @@ ROUTES: tuple[Route, ...] = (
                  Query("state", "list", choices=_STATES), Query("after"),
                  Query("limit", "int", minimum=1, maximum=10000))),
     Route("inspect", "GET", "/v1/sandboxes/{id}", Scope.READ, "One sandbox.", response=t.Sandbox),
+    Route("usage", "GET", "/v1/sandboxes/{id}/usage", Scope.READ, "What it uses and has used: CPU, memory, processes.",
+          response=t.SandboxUsage),
     Route("update", "PATCH", "/v1/sandboxes/{id}", Scope.SANDBOX, "Change labels, TTL or limits.",
           t.UpdateRequest, t.Sandbox),
     Route("delete", "DELETE", "/v1/sandboxes/{id}", Scope.SANDBOX, "Delete in any state; idempotent.",

@@ -205,6 +205,26 @@ class SandboxList(OpenModel):
     next: str | None = Field(None, description="pass as `after` for the next page")
 
 
+class SandboxUsage(OpenModel):
+    """What a sandbox that runs or is paused has used since its start, and uses now.
+
+    ``cpu_usage_us``, ``memory_current_bytes`` and ``pids_current`` are the host kernel's own count of everything in the
+    sandbox's cgroup, with the agent and all threads: they can be relied on, and are None where the host has no such
+    controller. All other figures are the agent's, so the sandbox's word: good for looking, not for deciding or billing.
+    """
+
+    id: str
+    processes: int = Field(description="now, the agent among them; the sandbox's word")
+    execs_running: int = Field(description="the sandbox's word")
+    execs_total: int = Field(description="commands started so far; the sandbox's word")
+    cpu_user_us: int = Field(description="the sandbox's word")
+    cpu_system_us: int = Field(description="the sandbox's word")
+    max_rss_kib: int = Field(description="of the largest process that has ended; the sandbox's word")
+    cpu_usage_us: int | None = Field(None, description="by the host: cpu.stat, usage_usec")
+    memory_current_bytes: int | None = Field(None, description="by the host: memory.current")
+    pids_current: int | None = Field(None, description="by the host: pids.current, processes and threads")
+
+
 class StopRequest(Model):
     grace_s: float = Field(5.0, ge=0, le=3600, description="SIGTERM, then this long until SIGKILL")
 

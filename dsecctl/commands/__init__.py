@@ -20,6 +20,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "create": "create:create",
         "ps": "sandboxes:ps",
         "inspect": "sandboxes:inspect",
+        "stats": "sandboxes:stats",
         "update": "sandboxes:update",
         "pause": "sandboxes:pause",
         "resume": "sandboxes:resume",

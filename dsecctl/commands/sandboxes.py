@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commands about sandboxes that exist: looking at them and moving them through their states.
 
-Here: ps, inspect, update, pause, resume, stop, start, wait, rm. Not here: creating (``create.py``, ``run.py``).
+Here: ps, inspect, stats, update, pause, resume, stop, start, wait, rm. Not here: creating (``create.py``, ``run.py``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dsecctl.app import App, command
 from dsecctl.commands.create import LIMITS, limits_of
 from dsecctl.params import DURATION, PAIR, SANDBOX
 from libdsec import types as t
-from libdsec.errors import NotFound
+from libdsec.errors import NotFound, WrongState
 
 _STATES = click.Choice([state.value for state in t.State])
 _one = click.argument("sandbox", type=SANDBOX)
@@ -55,6 +55,46 @@ def inspect(app: App, *, sandboxes: tuple[str, ...]) -> None:
     """Print all that is known of sandboxes, as JSON."""
     found = [app.client.inspect(id).model_dump(mode="json") for id in sandboxes]
     output.document(found[0] if len(found) == 1 else found)
+
+
+@command("stats", example="dsecctl stats web")
+@click.argument("sandboxes", type=SANDBOX, nargs=-1)
+def stats(app: App, *, sandboxes: tuple[str, ...]) -> None:
+    """Show what sandboxes use: all running ones unless some are named.
+
+    CPU, memory and tasks are counted by the host ('-' where it cannot). Processes, execs and the largest process that
+    has ended are what the sandbox itself says.
+    """
+
+    def one(id: str) -> t.SandboxUsage | None:
+        try:
+            return app.client.usage(id)
+        except (NotFound, WrongState):
+            if sandboxes:
+                raise
+            return None  # it ended since it was listed
+
+    names = sandboxes or [box.id for box in app.client.list_all(state=(t.State.RUNNING.value,))]
+    results, failure = output.collect(names, one)
+    found = [usage for usage in results if usage is not None]
+    if app.json:
+        output.document([usage.model_dump(mode="json") for usage in found])
+    elif app.quiet:
+        for usage in found:
+            click.echo(usage.id)
+    else:
+        output.table(("ID", "CPU", "MEMORY", "TASKS", "PROCESSES", "EXECS", "LARGEST"), [_used(u) for u in found])
+    if failure is not None:
+        raise failure
+
+
+def _used(usage: t.SandboxUsage) -> tuple[str, ...]:
+    memory, tasks = usage.memory_current_bytes, usage.pids_current
+    return (
+        usage.id, output.cpu(usage.cpu_usage_us), "-" if memory is None else output.size(memory),
+        "-" if tasks is None else str(tasks), str(usage.processes), f"{usage.execs_running} of {usage.execs_total}",
+        output.size(usage.max_rss_kib << 10),
+    )  # fmt: skip
 
 
 @command("update", example="dsecctl update web --ttl 2h --label job=8")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -82,6 +82,11 @@ class Backend(Protocol):
         ...
 
     async def set_limits(self, box: Box, limits: Limits) -> None: ...
+    def usage(self, box: Box) -> Mapping[str, int]:
+        """What the host itself counts for all of the box, named as in ``linux.cgroup.stat``; what it does not count is
+        left out. Blocks. Runs in a thread."""
+        ...
+
     def death(self, box: Box) -> str:
         """Why its processes ended, as far as the kernel can still tell: ``oom``, ``killed`` …"""
         ...

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from dsecd.backends import files
 from dsecd.backends.agentlink.link import AgentError, LinkLost
@@ -96,6 +96,10 @@ class ContainerBackend:
 
     async def set_limits(self, box: Box, limits: Limits) -> None:
         await self._steps.set_limits(box, limits)
+
+    def usage(self, box: Box) -> Mapping[str, int]:
+        with translated(f"read the cgroup of '{box.id}'"):
+            return cgroup.stat(self._steps.cgroup(box))
 
     def death(self, box: Box) -> str:
         events = cgroup.read_keyed(self._steps.cgroup(box), "memory.events")

@@ -14,6 +14,7 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
+from dsecd.core import translate
 from dsecd.core.lifecycle import Lifecycle
 from dsecd.core.live import Live
 from dsecd.core.operations import Report
@@ -28,6 +29,7 @@ from libdsec.types import (
     ErrorBody,
     Sandbox,
     SandboxList,
+    SandboxUsage,
     State,
     StopRequest,
     UpdateRequest,
@@ -113,6 +115,20 @@ class Sandboxes:
 
     def get(self, principal: Principal, sandbox_id: str) -> Sandbox:
         return self._registry.find(principal, sandbox_id, "inspect").record.to_wire()
+
+    async def usage(self, principal: Principal, sandbox_id: str) -> SandboxUsage:
+        """Raises WrongState unless it runs or is paused, SandboxLost when its agent does not answer."""
+        live = self._registry.find(principal, sandbox_id, "read the usage of")
+        link = live.file_link("read the usage of")
+        with translate.execs(f"read the usage of '{sandbox_id}'"):
+            told = await link.usage()
+        counted = await asyncio.to_thread(live.backend.usage, live.box)
+        return SandboxUsage(
+            id=sandbox_id, processes=told.pid_count, execs_running=told.execs_running, execs_total=told.execs_total,
+            cpu_user_us=told.cpu_user_us, cpu_system_us=told.cpu_system_us, max_rss_kib=told.max_rss_kib,
+            cpu_usage_us=counted.get("cpu.usage_usec"), memory_current_bytes=counted.get("memory.current"),
+            pids_current=counted.get("pids.current"),
+        )  # fmt: skip
 
     async def update(self, principal: Principal, sandbox_id: str, request: UpdateRequest) -> Sandbox:
         live = self._registry.find(principal, sandbox_id, "update")

@@ -61,7 +61,7 @@ def starting(doing: str, argv: Sequence[str]) -> contextlib.AbstractContextManag
 
 
 def execs(doing: str) -> contextlib.AbstractContextManager[None]:
-    """Around calls on a command that was started."""
+    """Around calls on a command that was started, and on what the agent counts."""
     return _translated(doing, lambda error: _EXECS.get(error.code, errors.InvalidSpec)(_text(doing, error)))
 
 

@@ -146,6 +146,10 @@ class AsyncSandboxCalls(AsyncTransport):
         """One sandbox."""
         return c.parse(t.Sandbox, await self.request("inspect", id=id), "inspect")
 
+    async def usage(self, id: str) -> t.SandboxUsage:
+        """What it uses and has used, running or paused. Raises WrongState, SandboxLost."""
+        return c.parse(t.SandboxUsage, await self.request("usage", id=id), "usage")
+
     async def update(
         self,
         id: str,

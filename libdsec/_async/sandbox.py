@@ -62,6 +62,13 @@ class AsyncLife:
         """Ask the daemon what it is now."""
         return self._keep(await self.client.inspect(self.id))
 
+    async def usage(self) -> t.SandboxUsage:
+        """CPU, memory and processes, running or paused; which figures are the sandbox's own word: SandboxUsage.
+
+        Raises WrongState, SandboxLost.
+        """
+        return await self.client.usage(self.id)
+
     async def pause(self) -> t.Sandbox:
         """Freeze its processes."""
         return self._keep(await self.client.pause(self.id))

@@ -147,6 +147,10 @@ class SandboxCalls(Transport):
         """One sandbox."""
         return c.parse(t.Sandbox, self.request("inspect", id=id), "inspect")
 
+    def usage(self, id: str) -> t.SandboxUsage:
+        """What it uses and has used, running or paused. Raises WrongState, SandboxLost."""
+        return c.parse(t.SandboxUsage, self.request("usage", id=id), "usage")
+
     def update(
         self,
         id: str,

@@ -63,6 +63,13 @@ class Life:
         """Ask the daemon what it is now."""
         return self._keep(self.client.inspect(self.id))
 
+    def usage(self) -> t.SandboxUsage:
+        """CPU, memory and processes, running or paused; which figures are the sandbox's own word: SandboxUsage.
+
+        Raises WrongState, SandboxLost.
+        """
+        return self.client.usage(self.id)
+
     def pause(self) -> t.Sandbox:
         """Freeze its processes."""
         return self._keep(self.client.pause(self.id))

@@ -105,6 +105,53 @@ def test_pause_freezes_commands_and_nothing_else(daemon: Daemon, client: Client)
     assert client.exec_output(sandbox.id, "x").end > first
 
 
+def _cpu_us(cgroup: Path) -> dict[str, int]:
+    """cpu.stat as the kernel tells it to this process."""
+    return {key: int(value) for key, value in map(str.split, (cgroup / "cpu.stat").read_text().splitlines())}
+
+
+def _number(file: Path) -> int | None:
+    return int(file.read_text()) if file.exists() else None
+
+
+def test_usage_is_what_the_kernel_counts(daemon: Daemon, client: Client) -> None:
+    sandbox = client.create(spec())
+    cgroup = daemon.cgroup_dir / f"sandbox-{sandbox.id}"
+    fresh = client.usage(sandbox.id)
+    assert (fresh.processes, fresh.execs_running, fresh.execs_total) == (1, 0, 0)
+    for _ in range(3):
+        client.exec_start(sandbox.id, ExecRequest(argv=("sleep", "1000")))
+    sh(client, sandbox.id, "dd if=/dev/zero of=/dev/null bs=64M count=1")
+    burned = "i=0; while [ $i -lt 200000 ]; do i=$((i+1)); done; cut -d ' ' -f 14,15 /proc/$$/stat"
+    ticks = sum(map(int, sh(client, sandbox.id, burned).split()))  # of 10 ms each: proc_pid_stat(5)
+
+    before = _cpu_us(cgroup)
+    used = client.usage(sandbox.id)
+    after = _cpu_us(cgroup)
+    assert (used.execs_running, used.execs_total) == (3, 5)
+    pids = [pid for file in cgroup.rglob("cgroup.procs") for pid in file.read_text().split()]
+    assert used.processes == len(pids) == 4
+    assert used.cpu_usage_us is not None
+    assert fresh.cpu_usage_us is not None
+    assert before["usage_usec"] <= used.cpu_usage_us <= after["usage_usec"]
+    assert before["user_usec"] <= used.cpu_user_us <= after["user_usec"]
+    assert before["system_usec"] <= used.cpu_system_us <= after["system_usec"]
+    assert used.cpu_usage_us - fresh.cpu_usage_us > (ticks - 2) * 10_000 > 0
+    assert 64 << 10 <= used.max_rss_kib < 80 << 10
+    # Without a controller the kernel has no such file.
+    assert (used.memory_current_bytes is None) == (_number(cgroup / "memory.current") is None)
+    assert used.pids_current == _number(cgroup / "pids.current")
+
+    client.pause(sandbox.id)
+    paused = client.usage(sandbox.id)
+    assert (paused.processes, paused.execs_running, paused.execs_total) == (4, 3, 5)
+    client.stop(sandbox.id, grace_s=0)
+    with pytest.raises(WrongState, match="read the usage of .*: it is stopped"):
+        client.usage(sandbox.id)
+    client.start(sandbox.id)
+    assert client.usage(sandbox.id).execs_total == 0
+
+
 @pytest.mark.parametrize("state", ["running", "paused", "stopped", "failed"])
 def test_delete_is_legal_in_every_state_and_idempotent(daemon: Daemon, client: Client, state: str) -> None:
     sandbox = client.create(spec())

@@ -79,6 +79,13 @@ class FakeSandboxes:
             raise NotFound(f"inspect {sandbox_id!r}: no such sandbox")
         return sandbox(sandbox_id)
 
+    async def usage(self, principal: Principal, sandbox_id: str) -> t.SandboxUsage:
+        self.calls.append(("usage", (principal, sandbox_id)))
+        return t.SandboxUsage(
+            id=sandbox_id, processes=3, execs_running=1, execs_total=2, cpu_user_us=30, cpu_system_us=4, max_rss_kib=5,
+            cpu_usage_us=34,
+        )  # fmt: skip
+
     async def stop(self, principal: Principal, sandbox_id: str, request: t.StopRequest) -> t.Sandbox:
         return await self._answer("stop", principal, sandbox_id, request)
 

@@ -30,13 +30,13 @@ from libdsec.errors import (
     BackendFailed,
     Conflict,
     DsecError,
-    ExecNotStarted,
     NotFound,
     TimedOut,
     WrongState,
 )
 from libdsec.frames import Extents, extent, output_frame
 from libdsec.routes import ROUTES, Route
+from tests.support.fake_commands import Exec, run
 
 NOW = datetime(2026, 3, 1, 10, 12, tzinfo=UTC)
 EXTENTS = "application/x-dsec-extents"
@@ -49,80 +49,6 @@ IMAGE = t.ImageInfo(
     size_bytes=180 << 20,
     metadata_bytes=2 << 20,
 )
-
-
-@dataclass
-class Exec:
-    """A command: what it printed, and how it ended unless it still runs."""
-
-    request: t.ExecRequest
-    stdout: bytes = b""
-    stderr: bytes = b""
-    exit_code: int | None = 0
-    signal: int | None = None
-    reason: t.ExecReason = t.ExecReason.EXITED
-    running: bool = False
-    stdin: bytearray = field(default_factory=bytearray)
-    signals: list[int] = field(default_factory=list)
-    sizes: list[tuple[int, int]] = field(default_factory=list)
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    #: Offset of the oldest byte of stdout that is still held.
-    oldest: int = 0
-
-    def info(self) -> dict[str, Any]:
-        ended: dict[str, Any] = {"exit_code": self.exit_code, "signal": self.signal, "reason": self.reason}
-        sizes = {"stdout_bytes": len(self.stdout), "stderr_bytes": len(self.stderr)}
-        base: dict[str, Any] = {"exec_id": self.request.exec_id, "pid": 7, "running": self.running, **sizes}
-        return base if self.running else base | ended
-
-    def end(self, code: int | None = 0, signal: int | None = None) -> None:
-        self.running, self.exit_code, self.signal = False, code, signal
-        self.changed.set()
-
-    def result(self) -> t.ExecResult:
-        limit = self.request.max_output_bytes
-        return t.ExecResult(
-            **self.info(), stdout=self.stdout[:limit], stdout_truncated=len(self.stdout) > limit,
-            stderr=self.stderr[:limit], stderr_truncated=len(self.stderr) > limit,
-        )  # fmt: skip
-
-
-def pattern(size: int) -> bytes:
-    """Bytes that are different at every offset, so that a lost or doubled one shows."""
-    return b"".join(struct.pack(">I", n) for n in range((size + 3) // 4))[:size]
-
-
-def run(request: t.ExecRequest, stdin: bytes | None) -> Exec:
-    """What the commands do."""
-    name, *args = request.argv
-    command = Exec(request)
-    match name:
-        case "echo":
-            command.stdout = " ".join(args).encode() + b"\n"
-        case "cat":
-            command.stdout = stdin or b""
-        case "exit":
-            command.exit_code = int(args[0])
-            command.stderr = b"exiting\n"
-        case "die":
-            command.exit_code, command.signal = None, int(args[0])
-        case "emit":
-            command.stdout = pattern(int(args[0]))
-        case "raw":
-            command.stdout = bytes.fromhex(args[0])
-        case "late":
-            command.exit_code, command.signal, command.reason = None, 9, t.ExecReason.TIMEOUT
-            command.stdout = b"before the deadline\n"
-        case "shutdown":
-            command.exit_code, command.signal, command.reason = None, 15, t.ExecReason.SHUTDOWN
-        case "sleep" | "reader":
-            command.running = True
-        case "xargs":
-            command.exit_code = 0
-        case _:
-            reason = "not-executable" if name == "noexec" else "not-found"
-            raise ExecNotStarted(f"exec {name!r}: {reason}", reason=reason)
-    return command
 
 
 @dataclass
@@ -300,6 +226,18 @@ class _Sandboxes(_State):
     async def on_delete(self, request: web.Request) -> dict[str, Any]:
         self.boxes.pop(request.match_info["id"], None)
         return {}
+
+    async def on_usage(self, request: web.Request) -> t.SandboxUsage:
+        box = self._box(request)
+        if box.info.state not in (t.State.RUNNING, t.State.PAUSED):
+            raise WrongState(f"read the usage of '{box.info.id}': it is {box.info.state}", state=box.info.state)
+        # A host with all controllers for those that were given a command, one with none for the others.
+        counted = {"memory_current_bytes": 3 << 20, "pids_current": 9} if "main" in box.execs else {}
+        running = sum(command.running for command in box.execs.values())
+        return t.SandboxUsage(
+            id=box.info.id, processes=4, execs_running=running, execs_total=len(box.execs), cpu_user_us=1_500_000,
+            cpu_system_us=200_000, max_rss_kib=2048, cpu_usage_us=1_750_000, **counted,
+        )  # fmt: skip
 
     async def on_stop(self, request: web.Request) -> t.Sandbox:
         return self._move(request, t.State.STOPPED, t.State.RUNNING, t.State.PAUSED)

@@ -33,7 +33,8 @@ from dsecctl.params import CPUS, DURATION, SIZE
 from dsecctl.terminal import DetachKeys
 from libdsec import types as t
 from libdsec.errors import BY_CODE, NotFound, from_wire
-from tests.support.fake_daemon import FakeDaemon, pattern
+from tests.support.fake_commands import pattern
+from tests.support.fake_daemon import FakeDaemon
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -93,8 +94,8 @@ def test_every_command_has_help_with_an_example_that_parses() -> None:
 
 def test_everything_asked_for_exists() -> None:
     wanted = (
-        "run create exec ps inspect cp logs stop start rm pause resume wait update events host doctor api ops attach "
-        "image completion kill execs"
+        "run create exec ps inspect stats cp logs stop start rm pause resume wait update events host doctor api ops "
+        "attach image completion kill execs"
     )
     assert set(COMMANDS) == set(wanted.split())
     image = cli.get_command(click.Context(cli), "image")
@@ -121,6 +122,7 @@ JSON_CALLS: dict[str, tuple[str, ...]] = {
     "cp": ("cp", __file__, "web:/f"),
     "ps": ("ps",),
     "inspect": ("inspect", "web"),
+    "stats": ("stats", "web"),
     "update": ("update", "web", "--label", "a=b"),
     "pause": ("pause", "web"),
     "resume": ("resume", "web"),
@@ -329,6 +331,27 @@ def test_update_keeps_other_labels(daemon: FakeDaemon) -> None:
     call(daemon, "update", "web", "-l", "a=1", "-l", "b=2")
     call(daemon, "update", "web", "-l", "c=3", "--rm-label", "a")
     assert daemon.boxes["web"].info.spec.labels == {"b": "2", "c": "3"}
+
+
+def test_stats_shows_what_is_known_of_those_named_or_of_all_that_run(daemon: FakeDaemon) -> None:
+    for id in ("other", "idle"):
+        daemon.make(t.CreateRequest(spec=t.SandboxSpec(image="debian:trixie"), id=id))
+    call(daemon, "stop", "idle")
+    shown = call(daemon, "stats").stdout
+    assert [re.split("  +", line) for line in shown.splitlines()] == [
+        ["ID", "CPU", "MEMORY", "TASKS", "PROCESSES", "EXECS", "LARGEST"],
+        ["web", "1.75 s", "3.0 MiB", "9", "4", "0 of 1", "2.0 MiB"],
+        ["other", "1.75 s", "-", "-", "4", "0 of 0", "2.0 MiB"],
+    ]
+    found = json.loads(call(daemon, "--json", "stats", "other").stdout)
+    assert [(one["id"], one["cpu_usage_us"], one["pids_current"]) for one in found] == [("other", 1750000, None)]
+    # Named ones are told about, whatever became of them; of all, those that ended meanwhile are left out.
+    done = call(daemon, "-q", "stats", "none", "idle", "web")
+    assert (done.exit_code, done.stdout) == (4, "web\n")
+    assert "'idle': it is stopped" in done.stderr
+    daemon.faults["usage"] = [NotFound("read the usage of 'web': no such sandbox")]
+    done = call(daemon, "-q", "stats")
+    assert (done.exit_code, done.stdout, done.stderr) == (0, "other\n", "")
 
 
 def test_many_at_once_go_on_after_an_error(daemon: FakeDaemon) -> None:

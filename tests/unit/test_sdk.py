@@ -30,7 +30,8 @@ from libdsec.errors import (
     WrongState,
 )
 from libdsec.routes import ROUTES
-from tests.support.fake_daemon import FakeDaemon, pattern
+from tests.support.fake_commands import pattern
+from tests.support.fake_daemon import FakeDaemon
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -131,9 +132,12 @@ def test_life_cycle_calls(box: Sandbox) -> None:
     with pytest.raises(WrongState) as caught:
         box.start()
     assert caught.value.details == {"state": "paused", "required": "stopped"}
+    assert (box.usage().id, box.usage().processes) == (box.id, 4)
     assert box.resume().state is t.State.RUNNING
     assert box.stop(grace_s=0).state is t.State.STOPPED
     assert box.wait("stopped", "failed", timeout_s=1).state is t.State.STOPPED
+    with pytest.raises(WrongState):
+        box.usage()
     assert box.start().state is t.State.RUNNING
     assert box.update(labels={"a": "b"}).spec.labels == {"a": "b"}
     assert box.refresh().spec.labels == {"a": "b"}

@@ -16,7 +16,8 @@ from libdsec import Client, Sandbox
 from libdsec.errors import AlreadyExists, ConnectionFailed, InfraError, InvalidSpec, NotFound, TooLarge
 from libdsec.frames import Cursor, Extents, Lines, extent
 from libdsec.local import escapes
-from tests.support.fake_daemon import Box, FakeDaemon, pattern
+from tests.support.fake_commands import pattern
+from tests.support.fake_daemon import Box, FakeDaemon
 
 MIB = 1 << 20
 

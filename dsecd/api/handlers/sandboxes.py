@@ -46,6 +46,10 @@ async def inspect(call: Call) -> BaseModel:
     return call.core.sandboxes.get(call.principal, call.id)
 
 
+async def usage(call: Call) -> BaseModel:
+    return await call.core.sandboxes.usage(call.principal, call.id)
+
+
 async def update(call: Call) -> BaseModel:
     return await call.core.sandboxes.update(call.principal, call.id, call.json(t.UpdateRequest))
 
@@ -83,6 +87,6 @@ HANDLERS: Mapping[str, Handler] = {
     "list": list_,
     **{
         handler.__name__: handler
-        for handler in (create, create_batch, inspect, update, delete, stop, start, pause, resume, wait)
+        for handler in (create, create_batch, inspect, usage, update, delete, stop, start, pause, resume, wait)
     },
 }

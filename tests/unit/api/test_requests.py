@@ -226,6 +226,20 @@ def test_bodies_must_be_json(
     run(tmp_path, body)
 
 
+def test_usage_is_told_with_none_for_what_the_host_does_not_count(tmp_path: Path) -> None:
+    async def body(api: Api) -> None:
+        async with http(api) as client:
+            answer = await client.get("/v1/sandboxes/s/usage")
+        assert answer.status_code == 200
+        assert answer.json() == {
+            "id": "s", "processes": 3, "execs_running": 1, "execs_total": 2, "cpu_user_us": 30, "cpu_system_us": 4,
+            "max_rss_kib": 5, "cpu_usage_us": 34, "memory_current_bytes": None, "pids_current": None,
+        }  # fmt: skip
+        assert [name for name, _ in api.sandboxes.calls] == ["usage"]
+
+    run(tmp_path, body)
+
+
 def test_a_request_that_takes_no_body_refuses_one(tmp_path: Path) -> None:
     async def body(api: Api) -> None:
         async with http(api) as client:
