@@ -25,16 +25,18 @@ _INSTALL_S = 600.0
 #: Files that any package's coming and going changes, or that the host itself writes meanwhile.
 _EXPECTED = (
     "/etc/group-", "/etc/gshadow-", "/etc/ld.so.cache", "/etc/passwd-", "/etc/shadow-", "/etc/subgid-", "/etc/subuid-",
-    "/root/", "/tmp/", "/usr/local/lib/testhost/", "/var/cache/apt/", "/var/cache/debconf/",
-    "/var/cache/ldconfig/", "/var/lib/apt/", "/var/lib/dpkg/", "/var/lib/systemd/", "/var/log/", "/var/tmp/",
+    "/root/", "/tmp/", "/usr/local/lib/testhost/", "/usr/share/python3/debpython/__pycache__/", "/var/cache/apt/",
+    "/var/cache/debconf/", "/var/cache/ldconfig/", "/var/lib/apt/", "/var/lib/dpkg/", "/var/lib/systemd/", "/var/log/",
+    "/var/tmp/",
 )  # fmt: skip
-
 
 _SLIM_FORM = "1"  # changes with _LEFT_OUT
 _LEFT_OUT = (
     "usr/lib/x86_64-linux-gnu/gconv/", "usr/share/bash-completion/", "usr/share/doc/", "usr/share/info/",
     "usr/share/lintian/", "usr/share/locale/", "usr/share/man/", "usr/share/zoneinfo/", "var/cache/", "var/lib/apt/",
 )  # fmt: skip
+#: Folders that crun and py3clean make for themselves; what is in the first would show.
+_OF_OTHERS = frozenset(("/run/crun", "/usr/share/python3/debpython/__pycache__"))
 
 
 class PackagesMissing(Exception):
@@ -112,4 +114,5 @@ def _slim_tar() -> Path:
 def files(vm: VmHost) -> frozenset[str]:
     """All files on the host's disk and in /run, without those whose coming and going says nothing."""
     found = vm.run(["find", "/", "/run", "-xdev", "-not", "-path", "/run/systemd/*", "-not", "-path", "/run/udev/*"])
-    return frozenset(path for path in found.text.splitlines() if not path.startswith(_EXPECTED))
+    paths = (path for path in found.text.splitlines() if not path.startswith(_EXPECTED))
+    return frozenset(paths) - _OF_OTHERS
