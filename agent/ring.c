@@ -93,6 +93,9 @@ static void make_room(struct ring *r, size_t n)
 
 size_t ring_space(struct ring *r, uint64_t floor)
 {
+    /* Nothing came yet: room is taken with the first byte, since many commands print none. */
+    if (r->cap == 0 && r->max >= FIRST_CAP && FIRST_CAP <= RING_BUDGET - taken)
+        return FIRST_CAP;
     if (r->cap < r->max && r->cap - (size_t)(r->end - r->start) < NEARLY_FULL)
         (void)grow(r);
     if (floor < r->start)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transport that sends what is written in one turn of the event loop together.
+"""A transport that sends a first small write together with the second.
 
 Here: only that. aiohttp writes the head of a response and its body one after the other; on a Unix socket each
 write wakes the reader, who then finds half an answer. Not here: anything about HTTP.
@@ -15,26 +15,26 @@ HOLD_BYTES = 32 << 10
 
 
 class Gathered:
-    """Stands for ``transport``: small writes wait for the end of the loop's turn, all else goes straight through."""
+    """Stands for ``transport``: a small write waits for another, at most until the loop's turn ends."""
 
-    __slots__ = ("_held", "_held_bytes", "_loop", "_transport")
+    __slots__ = ("_held", "_loop", "_transport")
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport = transport
         self._loop = loop
         self._held: list[bytes | bytearray | memoryview] = []
-        self._held_bytes = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        if not self._held and len(data) < HOLD_BYTES:
-            self._loop.call_soon(self._flush)
+        first = not self._held
         # A copy: the caller may use its buffer again, as with a real transport.
         self._held.append(bytes(data))
-        self._held_bytes += len(data)
-        if self._held_bytes >= HOLD_BYTES:
+        if first and len(data) < HOLD_BYTES:
+            self._loop.call_soon(self._flush)
+        else:
+            # A head and its body are together: no need to wait for the turn's end.
             self._flush()
 
     def writelines(self, chunks: Any) -> None:
@@ -42,7 +42,7 @@ class Gathered:
 
     def _flush(self) -> None:
         if self._held:
-            held, self._held, self._held_bytes = self._held, [], 0
+            held, self._held = self._held, []
             self._transport.write(held[0] if len(held) == 1 else b"".join(held))
 
     def write_eof(self) -> None:

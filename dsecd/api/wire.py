@@ -61,5 +61,14 @@ def internal(request_id: str) -> Internal:
     return Internal("internal error", hint=f"look for request={request_id} in the daemon's log")
 
 
+class _Answer(web.Response):
+    """Without Date and Server: nobody caches what a local daemon says, and both sides would only handle them."""
+
+    async def _prepare_headers(self) -> None:
+        await super()._prepare_headers()
+        self.headers.popall("Date", None)
+        self.headers.popall("Server", None)
+
+
 def _response(body: bytes, status: int, request_id: str) -> web.Response:
-    return web.Response(body=body, status=status, headers={"Content-Type": JSON, REQUEST_ID: request_id})
+    return _Answer(body=body, status=status, headers={"Content-Type": JSON, REQUEST_ID: request_id})

@@ -103,7 +103,7 @@ class Crun:
 
     def exec(self) -> None:
         """With its output captured, since that is what the SDK returns."""
-        captured([*self.base, "exec", "peer", "/usr/bin/true"])
+        captured([*self.base, "exec", "peer", "true"])
 
     def delete(self) -> None:
         spawn([*self.base, "delete", "-f", "peer"])
@@ -200,6 +200,6 @@ def podman_container(tar: Path) -> Iterator[list[str] | None]:
             yield None
             return
         try:
-            yield ["podman", "exec", name, "/usr/bin/true"]
+            yield ["podman", "exec", name, "true"]
         finally:
             subprocess.run(["podman", "rm", "--force", "--time=0", name], capture_output=True, check=False)
