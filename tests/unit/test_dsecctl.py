@@ -35,6 +35,7 @@ from libdsec import types as t
 from libdsec.errors import BY_CODE, NotFound, from_wire
 from tests.support.fake_commands import pattern
 from tests.support.fake_daemon import FakeDaemon
+from tests.support.signals import interrupted
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -458,8 +459,7 @@ def test_events_follow_the_daemon_through_a_restart(daemon: FakeDaemon) -> None:
         daemon.events.append(t.Event(seq=3, at="2026-03-01T10:12:00Z", kind="daemon.started"))
         daemon.up()
         assert json.loads(running.stdout.readline())["seq"] == 3
-        running.send_signal(signal.SIGINT)
-        assert running.wait() == 130
+        assert interrupted(running) == 130
 
 
 def test_events_followed_without_since_begin_now(daemon: FakeDaemon) -> None:
