@@ -10,7 +10,7 @@ import socket as socketlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import httpcore
@@ -31,9 +31,6 @@ from libdsec.errors import ConnectionFailed
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-#: A body beyond this goes out piece by piece.
-_GATHER_BYTES = 64 << 10
 
 Lock = threading.Lock
 sleep = time.sleep
@@ -56,39 +53,7 @@ class _Backend(httpcore.SyncBackend):
                 raise httpcore.ConnectTimeout(str(exc)) from exc
             except OSError as exc:
                 raise httpcore.ConnectError(str(exc)) from exc
-        return _Gathered(super().connect_unix_socket(path, timeout, socket_options))
-
-
-class _Gathered(httpcore.NetworkStream):
-    """A connection that sends a request's head and body together: a daemon woken twice for one request is late."""
-
-    def __init__(self, stream: httpcore.NetworkStream) -> None:
-        self._stream = stream
-        self._held: list[bytes] = []
-        self._held_bytes = 0
-
-    def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        self._held.append(buffer)
-        self._held_bytes += len(buffer)
-        if self._held_bytes > _GATHER_BYTES:
-            self._flush(timeout)
-
-    def _flush(self, timeout: float | None) -> None:
-        held, self._held, self._held_bytes = b"".join(self._held), [], 0
-        if held:
-            self._stream.write(held, timeout)
-
-    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        # As httpcore does when it writes: a daemon that refuses a request may have answered without reading all of it.
-        with suppress(httpcore.WriteError):
-            self._flush(timeout)
-        return self._stream.read(max_bytes, timeout)
-
-    def close(self) -> None:
-        self._stream.close()
-
-    def get_extra_info(self, info: str) -> Any:
-        return self._stream.get_extra_info(info)
+        return super().connect_unix_socket(path, timeout, socket_options)
 
 
 class _Transport(httpx.HTTPTransport):
