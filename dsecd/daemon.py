@@ -217,6 +217,7 @@ async def _core(config: Config, taken: _Taken) -> AsyncIterator[Core]:
         place = Place(cgroup_dir=taken.cgroup_dir, launch_ns=taken.launch_ns, generation=generation)
         core = await build_core(config, place, store, events, tasks)
         events.emit("daemon.started", version=__version__, generation=generation)
+        await events.stored()  # a start that was announced is one that happened
         log.info("started version=%s generation=%d sandboxes=%d pid=%d", __version__, generation,
                  sum(core.sandboxes.counts().values()), os.getpid())  # fmt: skip
         yield core

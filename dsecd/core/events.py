@@ -83,6 +83,10 @@ class Events:
         future = self._store.submit(insert)
         future.add_done_callback(lambda done: self._written(event, owner_uid, done))
 
+    async def stored(self) -> None:
+        """Wait until every event so far is in the history, where no kill can lose it."""
+        await self._store.write(lambda _db: None)
+
     def _written(self, event: Event, owner_uid: int | None, done: asyncio.Future[int | None]) -> None:
         if done.cancelled():
             return
