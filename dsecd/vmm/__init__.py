@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Virtual machine monitors behind one small interface.
+"""Virtual machine monitors behind one small interface (``base.py``), for the microvm and fullvm backends.
 
-Planned: QEMU and Firecracker, for the microvm and fullvm backends. Not here: what a sandbox is.
+Not here: what a sandbox is.
 """
