@@ -7,7 +7,7 @@ INSIDE = $(DEV) $(MAKE) --no-print-directory
 PYTEST = python3 -m pytest --junit-xml="$$DSEC_DEV_CACHES/junit.xml"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-unit test-host test-vm lint bench agent agent-check deb clean inside-test
+.PHONY: help demo test test-unit test-host test-vm lint bench agent agent-check deb kernel guest-kernel-deb clean inside-test
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,6 +49,12 @@ agent-check: ## the agent's tests, on the real program and on one with sanitizer
 
 deb: ## build the Debian packages into build/deb, and have lintian judge them
 	@$(DEV) packaging/build-deb
+
+kernel: ## build the kernel of the test host and of microVMs, once: 20 to 30 minutes of processor time
+	@$(DEV) kernel/build
+
+guest-kernel-deb: ## the same, packaged for hosts of microVMs, into build/guest-kernel-deb
+	@$(DEV) packaging/build-deb --guest-kernel
 
 clean: ## remove what was built in the checkout; the cache of ./dev stays
 	rm -rf build dist *.egg-info

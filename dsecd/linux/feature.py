@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from dsecd.linux import kconfig
+
 _NOT_ALLOWED = (errno.EPERM, errno.EACCES)
 
 
@@ -73,6 +75,8 @@ class Feature:
     probe: Callable[[], Answer]
     #: What to do when it is missing, one imperative sentence.
     hint: str
+    #: Options that a kernel needs for it, without CONFIG_.
+    options: tuple[str, ...] = ()
     _known: Answer | None = field(default=None, init=False, repr=False, compare=False)
 
     def check(self, *, again: bool = False) -> Answer:
@@ -103,7 +107,12 @@ class Feature:
         return not self.since or kernel_version() >= parse_version(self.since)
 
     def _kernel_note(self) -> str:
-        return "" if self.expected_here() else f" (needs Linux {self.since}, this is {os.uname().release})"
+        """What about this kernel explains an absence, in brackets; its configuration is asked as well as its age."""
+        if not self.expected_here():
+            return f" (needs Linux {self.since}, this is {os.uname().release})"
+        config = kconfig.running() if self.options else None
+        lacks = config.lacks(self.options) if config else []
+        return f" (this kernel is built without {', '.join(f'CONFIG_{name}' for name in lacks)})" if lacks else ""
 
     def status(self, *, again: bool = False) -> FeatureStatus:
         """The row for the host's report.  Blocks."""
