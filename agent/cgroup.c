@@ -30,6 +30,7 @@ static void (*tell_frozen)(bool now);
 static struct lingering *oldest, **newest = &oldest;
 static unsigned count, to_check;
 static struct timer sweep_timer;
+static uint64_t oom_seen; /* kills in run/ that ended execs have told, where each has no count of its own */
 
 #define PATH_BYTES (ID_MAX + 40)
 
@@ -85,6 +86,17 @@ static int watch_events(void)
     return fd < 0 ? -1 : watch_open(&events, fd, EPOLLPRI, events_changed);
 }
 
+void cgroup_look_again(void)
+{
+    char byte;
+    if (root_fd < 0 || pread(events.fd, &byte, 1, 0) > 0)
+        return;
+    watch_close(&events);
+    oom_seen = 0;
+    if (make_dir("run") < 0 || watch_events() < 0)
+        dprintf(2, "dsec-agent: run: %s\n", strerror(errno)); /* told by each exec that needs it */
+}
+
 /*
  * Move the agent out of the way, into agent/. The kernel waits about 10 ms for that (a grace period of RCU), so a
  * child does it while the agent goes on; the reaper finds it like any orphan. Whoever gives controllers to the
@@ -133,6 +145,52 @@ int cgroup_make(const char *id)
         errno = err;
     }
     return fd;
+}
+
+/* ---- limits of one exec */
+
+/* What a START may set, and nothing else of its cgroup. */
+static const char *const attributes[] = {"memory.max", "memory.high", "memory.swap.max", "memory.oom.group", "cpu.weight",
+                                         "cpu.max", "cpu.idle", "pids.max", "io.max", "io.weight"};
+
+static bool is_attribute(const char *name)
+{
+    for (size_t i = 0; i < sizeof(attributes) / sizeof(attributes[0]); i++)
+        if (strcmp(name, attributes[i]) == 0)
+            return true;
+    return false;
+}
+
+/* A level gives its children no controller until it is asked to; asking twice is fine. */
+static int enable_controller(const char *attribute)
+{
+    char text[16];
+    snprintf(text, sizeof(text), "+%.*s", (int)strcspn(attribute, "."), attribute);
+    return write_file("run/cgroup.subtree_control", text);
+}
+
+int cgroup_limit(const char *id, struct span limit, char name[CGROUP_NAME])
+{
+    char text[128], path[PATH_BYTES + CGROUP_NAME];
+    snprintf(name, CGROUP_NAME, "limit");
+    if (root_fd < 0 || limit.len >= sizeof(text)) {
+        errno = root_fd < 0 ? EOPNOTSUPP : EINVAL;
+        return -1;
+    }
+    memcpy(text, limit.data, limit.len);
+    text[limit.len] = 0;
+    char *value = strchr(text, '=');
+    if (value != NULL)
+        *value++ = 0;
+    if (value == NULL || !is_attribute(text)) {
+        errno = EINVAL;
+        return -1;
+    }
+    snprintf(name, CGROUP_NAME, "limit %.30s", text);
+    if (enable_controller(text) < 0)
+        return -1;
+    snprintf(path, sizeof(path), "run/%s/%s", id, text);
+    return write_file(path, value);
 }
 
 static bool remove_dir(const char *id)
@@ -322,4 +380,33 @@ bool cgroup_cpu_us(uint64_t *user, uint64_t *system)
     char text[1024];
     return read_file("cpu.stat", text, sizeof(text)) && number_after(text, "user_usec ", user) &&
            number_after(text, "system_usec ", system);
+}
+
+static bool oom_kills(const char *path, uint64_t *out)
+{
+    char text[512];
+    return read_file(path, text, sizeof(text)) && number_after(text, "oom_kill ", out);
+}
+
+uint64_t cgroup_oom_kills(const char *id)
+{
+    char path[PATH_BYTES];
+    uint64_t kills = 0;
+    path_of(path, id, "/memory.events");
+    (void)oom_kills(path, &kills);
+    return kills;
+}
+
+/* Without a limit of memory only run/ as a whole is counted: whoever is killed first after a rise tells it. */
+bool cgroup_oom_killed(const char *id)
+{
+    char path[PATH_BYTES];
+    uint64_t kills;
+    path_of(path, id, "/memory.events");
+    if (oom_kills(path, &kills))
+        return kills > 0;
+    if (!oom_kills("run/memory.events", &kills) || kills <= oom_seen)
+        return false;
+    oom_seen = kills;
+    return true;
 }

@@ -412,14 +412,25 @@ static size_t ring_bytes(const struct request *r)
     return (size_t)((n + 4095) & ~(uint64_t)4095);
 }
 
-static int begin(struct exec *ex, struct files *f, const struct request *r)
+static int set_limits(const struct exec *ex, const struct request *r, char doing[CGROUP_NAME])
+{
+    struct span limit;
+    for (size_t at = 0; request_next(r, F_CGROUP, &at, &limit);)
+        if (cgroup_limit(ex->id, limit, doing) < 0)
+            return -1;
+    snprintf(doing, CGROUP_NAME, "start");
+    return 0;
+}
+
+/* `doing` is what failed, for the message. */
+static int begin(struct exec *ex, struct files *f, const struct request *r, char doing[CGROUP_NAME])
 {
     if (open_files(f, r, request_num(r, F_FLAGS, 0)) < 0 || adopt_files(ex, f, ring_bytes(r)) < 0)
         return -1;
     f->cgroup = cgroup_make(ex->id);
     if (f->cgroup == -1)
         return -1;
-    if (launch(ex, f, r) == 0)
+    if (set_limits(ex, r, doing) == 0 && launch(ex, f, r) == 0)
         return 0;
     int err = errno;
     if (ex->pid > 0) /* born, but we cannot follow it: its end is an orphan's */
@@ -489,13 +500,14 @@ void exec_start(struct conn *conn, uint32_t channel, const struct request *r)
         return;
     configure(ex, r);
     struct files f;
+    char doing[CGROUP_NAME] = "start";
     memset(&f, 0xff, sizeof(f)); /* every descriptor -1 */
-    int failed = begin(ex, &f, r), err = errno;
+    int failed = begin(ex, &f, r, doing), err = errno;
     close_all((int *)&f, sizeof(f) / sizeof(int));
     if (failed) {
         const char *code = err == EEXIST ? "exists" : "spawn-failed";
         char message[128];
-        snprintf(message, sizeof(message), "start: %s", err == EEXIST ? "processes of an earlier exec with this ID live on" : strerror(err));
+        snprintf(message, sizeof(message), "%s: %s", doing, err == EEXIST ? "processes of an earlier exec with this ID live on" : strerror(err));
         reply_error(conn, channel, code, err, message);
         free_exec(ex);
         return;
@@ -576,6 +588,9 @@ static void leader_ended(struct exec *ex, int status, const struct rusage *usage
     ex->finished_ns = wall_ns();
     timer_stop(&ex->timeout);
     timer_stop(&ex->idle);
+    ex->oom_kills = cgroup_oom_kills(ex->id);
+    if (ex->reason == REASON_ITSELF && WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL && cgroup_oom_killed(ex->id))
+        ex->reason = REASON_OOM;
     cgroup_release(ex->id);
     input_close(ex);
     output_drain(ex, &ex->out[0]);
@@ -645,4 +660,5 @@ void exec_put_record(struct buf *b, const struct exec *ex)
     put_u64(b, F_MAX_RSS_KIB, (uint64_t)ex->usage.ru_maxrss);
     put_u64(b, F_STARTED_NS, ex->started_ns);
     put_u64(b, F_FINISHED_NS, ex->finished_ns);
+    put_u64(b, F_OOM_KILLS, ex->oom_kills);
 }

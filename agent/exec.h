@@ -74,6 +74,7 @@ struct exec {
     enum exit_reason reason;
     int status; /* as wait gives it */
     struct rusage usage;
+    uint64_t oom_kills;
     uint64_t started_ns, finished_ns;
 };
 

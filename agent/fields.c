@@ -57,6 +57,7 @@ static enum shape shape_of(unsigned tag)
     case F_ARGV:
     case F_ENV:
     case F_RLIMIT:
+    case F_CGROUP:
         return SHAPE_REPEATED;
     case F_VERSION:
     case F_ID:

@@ -115,7 +115,9 @@ enum tag {
     F_EXECS_RUNNING,
     F_EXECS_TOTAL,
     F_INO,
-    F_COUNT, /* one past the last tag */
+    F_CGROUP,
+    F_COUNT, /* one past the last tag of a request */
+    F_OOM_KILLS = F_COUNT,
 };
 
 /* START flags. */
@@ -124,7 +126,7 @@ enum tag {
 #define START_ATTACH 4u
 
 enum exit_kind { KIND_EXITED = 1, KIND_SIGNALLED = 2 };
-enum exit_reason { REASON_ITSELF, REASON_TIMEOUT, REASON_IDLE, REASON_KILLED, REASON_SHUTDOWN };
+enum exit_reason { REASON_ITSELF, REASON_TIMEOUT, REASON_IDLE, REASON_KILLED, REASON_SHUTDOWN, REASON_OOM };
 
 #define STREAM_IN 0u
 #define STREAM_OUT 1u

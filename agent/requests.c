@@ -64,6 +64,7 @@ bool request_hello(struct conn *conn, const struct frame *f)
     generation = r.num[F_GENERATION];
     set_clock(request_num(&r, F_TIME_NS, 0));
     conn_take_charge(conn);
+    cgroup_look_again();
     struct buf *b = conn_queue(conn);
     size_t begun = frame_begin(b, T_HELLO_OK, f->channel);
     put_u64(b, F_PROTOCOL, PROTOCOL_VERSION);

@@ -63,6 +63,7 @@ async def build_core(config: Config, place: Place, store: Store, events: Events,
         store, images, events, tasks, gone=registry.leave, deadline=deadlines.at, checkpoint=checkpoint
     )
     registry.on_link_lost = lifecycle.watch.link_lost
+    registry.on_oom = lifecycle.watch.out_of_memory
     sandboxes = Sandboxes(registry, lifecycle, tasks, parallel=_parallel())
     operations = Operations(store, tasks)
     await operations.recover()

@@ -31,6 +31,7 @@ class SpecOptions(TypedDict, total=False):
     tmp_size_bytes: int
     shm_size_bytes: int
     network: Literal["none"]
+    cpu_class: Literal["latency", "batch"]
     limits: t.Limits
 
 
@@ -48,6 +49,7 @@ class ExecOptions(TypedDict, total=False):
     max_output_bytes: int
     buffer_bytes: int
     keep_s: float
+    limits: t.Limits | None
 
 
 def exec_request(command: Sequence[str | Sequence[str]], **fields: Any) -> t.ExecRequest:
@@ -120,7 +122,7 @@ def describe_end(info: t.ExecInfo) -> str:
             name = signals.Signals(info.signal).name
         except ValueError:
             name = f"signal {info.signal}"
-        return f"it was ended by {name}"
+        return f"it was ended by {name}" + (", for want of memory" if info.reason is t.ExecReason.OOM else "")
     return f"it ended with status {info.exit_code}"
 
 

@@ -10,9 +10,10 @@ Units are in the names. Bytes in JSON (``stdout``, ``data``) are base64. Times a
 from __future__ import annotations
 
 import base64
+from collections.abc import Sequence
 from datetime import datetime
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -21,6 +22,7 @@ from pydantic import (
     PlainSerializer,
     StringConstraints,
     WithJsonSchema,
+    model_validator,
 )
 from pydantic_core import ErrorDetails
 
@@ -122,9 +124,35 @@ class Limits(Model):
     memory_max_bytes: int | None = Field(None, ge=16 * MIB, le=1 << 46)
     memory_high_bytes: int | None = Field(None, ge=16 * MIB, le=1 << 46)
     swap_max_bytes: int | None = Field(None, ge=0, le=1 << 46)
+    memory_oom_group: bool | None = Field(None, description="want of memory ends all processes at once, not one")
     cpu_max_permil: int | None = Field(None, ge=1, le=1_000_000, description="1000 is one CPU")
-    cpu_weight: int | None = Field(None, ge=1, le=10000)
+    cpu_weight: int | None = Field(None, ge=1, le=10000, description="share under contention; others have 100")
+    cpu_idle: bool | None = Field(None, description="runs only on CPU time that nobody else wants")
     pids_max: int | None = Field(None, ge=4, le=4_194_304)
+    io_weight: int | None = Field(None, ge=1, le=10000, description="share under contention; others have 100")
+    io_read_bytes_per_s: int | None = Field(None, ge=4096, le=1 << 46, description="of the state directory's disk")
+    io_write_bytes_per_s: int | None = Field(None, ge=4096, le=1 << 46)
+    io_reads_per_s: int | None = Field(None, ge=1, le=1 << 31)
+    io_writes_per_s: int | None = Field(None, ge=1, le=1 << 31)
+
+    @model_validator(mode="after")
+    def _weight_or_idle(self) -> Self:
+        if self.cpu_idle and self.cpu_weight is not None:
+            raise ValueError("cpu_weight: has no meaning with cpu_idle, which is the smallest weight there is")
+        return self
+
+    def merged(self, new: Limits, lifted: Sequence[str] = ()) -> Limits:
+        """These limits with those that ``new`` sets, without those that are lifted."""
+        given = {name: value for name, value in new if value is not None}
+        kept = {name: value for name, value in self if value is not None and name not in lifted}
+        return Limits(**{**kept, **given})
+
+
+LimitName = Literal[
+    "memory_max_bytes", "memory_high_bytes", "swap_max_bytes", "memory_oom_group", "cpu_max_permil", "cpu_weight",
+    "cpu_idle", "pids_max", "io_weight", "io_read_bytes_per_s", "io_write_bytes_per_s", "io_reads_per_s",
+    "io_writes_per_s",
+]  # fmt: skip
 
 
 class SandboxSpec(Model):
@@ -145,6 +173,9 @@ class SandboxSpec(Model):
     tmp_size_bytes: int = Field(256 * MIB, ge=MIB, le=1 << 40, description="/tmp, a tmpfs")
     shm_size_bytes: int = Field(64 * MIB, ge=64 * 1024, le=1 << 40, description="/dev/shm")
     network: Literal["none"] = "none"
+    cpu_class: Literal["latency", "batch"] = Field(
+        "latency", description="batch gets what CPU time latency leaves, and shares no core with it; fixed at creation"
+    )
     limits: Limits = Limits()
     labels: Labels = Field(default_factory=dict)
     ttl_s: float | None = Field(
@@ -223,6 +254,9 @@ class SandboxUsage(OpenModel):
     cpu_usage_us: int | None = Field(None, description="by the host: cpu.stat, usage_usec")
     memory_current_bytes: int | None = Field(None, description="by the host: memory.current")
     pids_current: int | None = Field(None, description="by the host: pids.current, processes and threads")
+    cpu_forced_idle_us: int | None = Field(
+        None, description="by the host: time a sibling stood idle because of it; core scheduling"
+    )
 
 
 class StopRequest(Model):
@@ -234,7 +268,8 @@ class UpdateRequest(Model):
 
     labels: Labels | None = None
     ttl_s: float | None = Field(None, gt=0, le=10 * 365 * 86400, description="from now on")
-    limits: Limits | None = None
+    limits: Limits | None = Field(None, description="those that it sets; the others stay")
+    lift: tuple[LimitName, ...] = Field((), max_length=32, description="limits that are to be none again")
 
 
 # --- execs -------------------------------------------------------------------------------------------------------
@@ -272,6 +307,7 @@ class ExecRequest(Model):
     max_output_bytes: int = Field(8 * MIB, ge=0, le=64 * MIB, description="per stream of a buffered exec")
     buffer_bytes: int = Field(MIB, ge=4096, le=64 * MIB, description="kept inside for re-attaching, per stream")
     keep_s: float = Field(600, ge=0, le=30 * 86400, description="output and status kept after the end")
+    limits: Limits | None = Field(None, description="of this command alone, within the sandbox's")
 
 
 class ExecReason(StrEnum):
@@ -282,6 +318,7 @@ class ExecReason(StrEnum):
     IDLE_TIMEOUT = "idle-timeout"
     KILLED = "killed"
     SHUTDOWN = "shutdown"
+    OOM = "oom"
 
 
 class ExecInfo(OpenModel):
@@ -300,6 +337,7 @@ class ExecInfo(OpenModel):
     cpu_user_us: int = 0
     cpu_system_us: int = 0
     max_rss_kib: int = 0
+    oom_kills: int = Field(0, description="of its processes, those that ended for want of memory; needs a memory limit")
     started_at: datetime | None = None
     finished_at: datetime | None = None
 

@@ -33,13 +33,26 @@ LIMITS = options(
         help="Above it processes are slowed down.",
     ),
     click.option("--swap", "swap_max_bytes", type=SIZE, metavar="SIZE", help="Most swap."),
+    click.option(
+        "--oom-group/--oom-one", "memory_oom_group", default=None, help="Want of memory ends all processes, or one."
+    ),
     click.option("--cpus", "cpu_max_permil", type=CPUS, metavar="NUMBER", help="Most CPU time, in CPUs."),
     click.option(
         "--cpu-weight", type=click.IntRange(1, 10000), help="Share of the CPU under load; others have 100."
     ),
+    click.option(
+        "--cpu-idle/--cpu-shared", "cpu_idle", default=None, help="Only CPU time that nobody else wants, or a share."
+    ),
     click.option("--pids", "pids_max", type=click.IntRange(4), help="Most processes and threads."),
+    click.option(
+        "--io-weight", type=click.IntRange(1, 10000), help="Share of the disk under load; others have 100."
+    ),
+    click.option("--read-rate", "io_read_bytes_per_s", type=SIZE, metavar="SIZE", help="Most read a second."),
+    click.option("--write-rate", "io_write_bytes_per_s", type=SIZE, metavar="SIZE", help="Most written a second."),
+    click.option("--read-ops", "io_reads_per_s", type=click.IntRange(1), help="Most reads a second."),
+    click.option("--write-ops", "io_writes_per_s", type=click.IntRange(1), help="Most writes a second."),
 )
-_LIMIT_NAMES = tuple(t.Limits.model_fields)
+LIMIT_NAMES = tuple(t.Limits.model_fields)
 
 SPEC = options(
     click.option("--name", "id", metavar="ID", help="Its id; made up when not given."),
@@ -76,18 +89,29 @@ SPEC = options(
         type=DURATION,
         help="Delete it this long after creation; time paused does not count.",
     ),
+    click.option(
+        "--class",
+        "cpu_class",
+        type=click.Choice(("latency", "batch")),
+        help="batch takes what CPU time latency leaves, and shares no core with it (latency).",
+    ),
     LIMITS,
 )
 
 
 def limits_of(values: Mapping[str, Any]) -> t.Limits:
     """The limits among parsed options."""
-    return build(t.Limits, "limits", **{name: values.get(name) for name in _LIMIT_NAMES})
+    return build(t.Limits, "limits", **{name: values.get(name) for name in LIMIT_NAMES})
+
+
+def asked_limits(values: Mapping[str, Any]) -> t.Limits | None:
+    """The limits among parsed options, None when there is none."""
+    return limits_of(values) if any(values.get(name) is not None for name in LIMIT_NAMES) else None
 
 
 def spec_of(image: str, given: Mapping[str, Any], argv: tuple[str, ...] | None) -> t.SandboxSpec:
     """The spec that parsed options stand for. Raises InvalidSpec."""
-    fields = {name: value for name, value in given.items() if name not in (*_LIMIT_NAMES, "id", "env_file")}
+    fields = {name: value for name, value in given.items() if name not in (*LIMIT_NAMES, "id", "env_file")}
     fields |= {"env": {**given["env_file"], **dict(given["env"])}, "labels": dict(given["labels"])}
     fields = {name: value for name, value in fields.items() if value is not None}
     return build(t.SandboxSpec, "spec", image=image, command=argv, limits=limits_of(given), **fields)

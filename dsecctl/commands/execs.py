@@ -14,7 +14,7 @@ import click
 
 from dsecctl import output
 from dsecctl.app import App, command, passes_rest
-from dsecctl.commands.create import strip_dashes
+from dsecctl.commands.create import LIMIT_NAMES, LIMITS, asked_limits, strip_dashes
 from dsecctl.params import DURATION, EXEC, SANDBOX, VARIABLE, options, read_env_file
 from dsecctl.terminal import Attachment, check_terminal, status_of, write_out
 from libdsec import ExecStream, Sandbox
@@ -83,6 +83,7 @@ def _follow(stream: ExecStream, *, stdin: bool, terminal: bool) -> int | None:
 )
 @click.option("-u", "--user", metavar="USER[:GROUP]", help="Default: the sandbox's.")
 @click.option("-w", "--workdir", "cwd", metavar="PATH", help="Default: the sandbox's.")
+@LIMITS
 @click.argument("sandbox", type=SANDBOX)
 @click.argument("argv", nargs=-1, required=True, type=click.UNPROCESSED, metavar="COMMAND...")
 def exec_(
@@ -97,7 +98,9 @@ def exec_(
         raise click.UsageError("missing argument 'COMMAND...'", click.get_current_context())
     given["env"] = {**given.pop("env_file"), **dict(given["env"])}
     given["exec_id"] = given["exec_id"] or new_key()
-    fields: ExecOptions = {name: value for name, value in given.items() if value is not None}  # type: ignore[assignment]
+    given["limits"] = asked_limits(given)
+    wanted = {name: value for name, value in given.items() if value is not None and name not in LIMIT_NAMES}
+    fields: ExecOptions = wanted  # type: ignore[assignment]
     handle = app.sandbox(sandbox)
     if detach:
         info = app.client.exec_start(sandbox, _request(argv, fields, None))

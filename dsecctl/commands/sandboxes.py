@@ -12,7 +12,7 @@ import click
 
 from dsecctl import output
 from dsecctl.app import App, command
-from dsecctl.commands.create import LIMITS, limits_of
+from dsecctl.commands.create import LIMIT_NAMES, LIMITS, asked_limits
 from dsecctl.params import DURATION, PAIR, SANDBOX
 from libdsec import types as t
 from libdsec.errors import NotFound, WrongState
@@ -103,6 +103,14 @@ def _used(usage: t.SandboxUsage) -> tuple[str, ...]:
 @click.option("--rm-label", "dropped", multiple=True, metavar="NAME", help="Remove a label.")
 @click.option("--ttl", "ttl_s", type=DURATION, help="Delete it this long from now.")
 @LIMITS
+@click.option(
+    "--lift",
+    "lift",
+    multiple=True,
+    type=click.Choice(LIMIT_NAMES),
+    metavar="LIMIT",
+    help="Take a limit off; by its name in 'dsecctl inspect'.",
+)
 def update(
     app: App,
     *,
@@ -110,15 +118,15 @@ def update(
     labels: tuple[tuple[str, str], ...],
     dropped: tuple[str, ...],
     ttl_s: float | None,
+    lift: tuple[t.LimitName, ...],
     **limits: Any,
 ) -> None:
-    """Change labels, time to live or limits."""
+    """Change labels, time to live or limits; what is not named stays."""
     wanted = None
     if labels or dropped:
         old = app.client.inspect(sandbox).spec.labels
         wanted = {name: value for name, value in {**old, **dict(labels)}.items() if name not in dropped}
-    asked = any(value is not None for value in limits.values())
-    box = app.client.update(sandbox, labels=wanted, ttl_s=ttl_s, limits=limits_of(limits) if asked else None)
+    box = app.client.update(sandbox, labels=wanted, ttl_s=ttl_s, limits=asked_limits(limits), lift=lift)
     if app.json:
         output.document(box)
     else:

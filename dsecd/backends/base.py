@@ -47,6 +47,8 @@ class Box:
     process: Process | None = None  # its init, as the host sees it
     link: AgentLink | None = None
     on_link_lost: Callable[[LinkLost], None] = field(default=lambda _lost: None)
+    #: Called with the number of its processes that have ended for want of memory, whenever that rises.
+    on_oom: Callable[[int], None] = field(default=lambda _kills: None)
 
 
 class Backend(Protocol):
@@ -81,7 +83,14 @@ class Backend(Protocol):
         """Ask it to end and wait; when it does not, kill it. Bounded: ``grace_s`` and a few seconds."""
         ...
 
-    async def set_limits(self, box: Box, limits: Limits) -> None: ...
+    async def set_limits(self, box: Box, limits: Limits) -> None:
+        """Bring those of a box that runs from ``box.spec.limits`` to ``limits``."""
+        ...
+
+    def exec_limits(self, limits: Limits) -> Mapping[str, str]:
+        """Limits of one command as attributes of its cgroup. Raises FeatureMissing for what this host lacks."""
+        ...
+
     def usage(self, box: Box) -> Mapping[str, int]:
         """What the host itself counts for all of the box, named as in ``linux.cgroup.stat``; what it does not count is
         left out. Blocks. Runs in a thread."""

@@ -97,10 +97,15 @@ class ContainerBackend:
     async def set_limits(self, box: Box, limits: Limits) -> None:
         await self._steps.set_limits(box, limits)
 
+    def exec_limits(self, limits: Limits) -> Mapping[str, str]:
+        self._steps.limits.check(limits)
+        return self._steps.limits.attributes(limits)
+
     def usage(self, box: Box) -> Mapping[str, int]:
         with translated(f"read the cgroup of '{box.id}'"):
             return cgroup.stat(self._steps.cgroup(box))
 
     def death(self, box: Box) -> str:
-        events = cgroup.read_keyed(self._steps.cgroup(box), "memory.events")
+        # The agent's own cgroup: commands that ended this way are none of its business.
+        events = cgroup.read_keyed(self._steps.cgroup(box) / "agent", "memory.events")
         return "oom" if events.get("oom_kill") else "crash"

@@ -16,6 +16,7 @@ from dsecd.backends.agentlink.link import connect
 from dsecd.backends.base import Box, Site, translated
 from dsecd.backends.launch import Launcher
 from dsecd.backends.limits import LimitWriter
+from dsecd.backends.oomwatch import OomWatch
 from dsecd.backends.plan import in_thread
 from dsecd.backends.trash import Trash
 from dsecd.linux import cgroup, mountns, pidfd
@@ -40,7 +41,8 @@ class ContainerSteps:
         self._disks.mkdir(mode=0o700, parents=True, exist_ok=True)
         cgroup.create(site.cgroup_dir)
         self._launcher = Launcher(site, self._disks)
-        self.limits = LimitWriter(site.cgroup_dir)
+        self.limits = LimitWriter(site.cgroup_dir, site.state_dir)
+        self._kills = OomWatch()
         # Starting a container is mostly work of the kernel and of crun: more at once than this only queue there.
         self._launches = asyncio.Semaphore(2 * (os.cpu_count() or 1))
         self._threads = mountns.FreshThreads()
@@ -86,6 +88,7 @@ class ContainerSteps:
         with translated(f"remove the cgroup of '{box.id}'"):
             # Waiting is the loop's: a thread that waits for processes stuck in the kernel is one that others lack.
             await cgroup.wait_empty(self.cgroup(box), _GONE_TIMEOUT_S)
+            self._kills.remove(self.cgroup(box) / "run")
             await in_thread(cgroup.remove, self.cgroup(box), _GONE_TIMEOUT_S)
 
     async def launch(self, box: Box) -> None:
@@ -122,9 +125,24 @@ class ContainerSteps:
             await link.close()
 
     async def apply_limits(self, box: Box) -> None:
-        await self.set_limits(box, box.spec.limits)
+        with translated(f"limit '{box.id}'"):
+            await self.limits.apply(self.cgroup(box), box.spec.limits)
+        self._watch_kills(box)
+
+    def _watch_kills(self, box: Box) -> None:
+        self._kills.add(self.cgroup(box) / "run", box.on_oom)
+
+    async def restore_cgroup(self, box: Box) -> None:
+        """Make ``run`` again if it is gone: systemd removes cgroups without processes when it stops the daemon's unit,
+        and a sandbox in which no command runs has its only process beside it."""
+        if not (self.cgroup(box) / "run").exists():
+            with translated(f"restore the cgroup of '{box.id}'"):
+                await in_thread(_make_below, self.cgroup(box), box.uid_base)
+            await self.apply_limits(box)
+        self._watch_kills(box)
 
     async def reconnect(self, box: Box) -> None:
+        await self.restore_cgroup(box)
         with translated(f"connect to the agent of '{box.id}'"):
             box.link = await connect(
                 self._launcher.socket_path(box), generation=self._site.generation, timeout_s=_CONNECT_TIMEOUT_S,
@@ -133,12 +151,17 @@ class ContainerSteps:
 
     async def set_limits(self, box: Box, limits: Limits) -> None:
         with translated(f"limit '{box.id}'"):
-            await self.limits.apply(self.cgroup(box), limits)
+            await self.limits.change(self.cgroup(box), box.spec.limits, limits)
 
 
 def _make_cgroups(top: Path, uid: int) -> None:
     """Blocks: other changes of the hierarchy wait for each other in the kernel. Runs in a thread."""
     top.mkdir(mode=0o755)
+    _make_below(top, uid)
+
+
+def _make_below(top: Path, uid: int) -> None:
+    """Blocks. Runs in a thread."""
     for path in (top, top / "agent", top / "run"):
         path.mkdir(mode=0o755, exist_ok=True)
         cgroup.delegate(path, uid)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits of a sandbox as cgroup v2 attributes.
+"""Limits of a sandbox, or of one command in it, as cgroup v2 attributes.
 
 What belongs here: which attribute a limit becomes, in which of the sandbox's cgroups, and which controllers
 must be there. What does not: the files themselves (``dsecd.linux.cgroup``). Source: the kernel's
 admin-guide/cgroup-v2.rst.
 
-Limits lie on ``run``, where commands live, so that no command can starve the agent beside it.
+Limits lie on ``run``, where commands live, so that no command can starve the agent beside it. Shares of what is
+contended for lie on the sandbox's top cgroup: they count among its siblings, and those are the other sandboxes.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from dsecd.linux import cgroup
+from dsecd.linux import blockdev, cgroup
 from libdsec import errors
 from libdsec.types import Limits
 
@@ -26,21 +28,14 @@ DEFAULT_PIDS_MAX = 8192
 _CPU_PERIOD_US = 100_000
 _MOVE_TIMEOUT_S = 5.0
 _WANTED = ("memory", "pids", "cpu", "io")
-
-
-def attributes(limits: Limits) -> dict[str, str]:
-    """cgroup attribute to value for every limit that is set; the default for pids when none is."""
-    plain = {
-        "memory.max": limits.memory_max_bytes,
-        "memory.high": limits.memory_high_bytes,
-        "memory.swap.max": limits.swap_max_bytes,
-        "cpu.weight": limits.cpu_weight,
-        "pids.max": limits.pids_max or DEFAULT_PIDS_MAX,
-    }
-    values = {name: str(value) for name, value in plain.items() if value is not None}
-    if limits.cpu_max_permil is not None:
-        values["cpu.max"] = f"{limits.cpu_max_permil * _CPU_PERIOD_US // 1000} {_CPU_PERIOD_US}"
-    return values
+#: What siblings share; everything else is a bound.
+_SHARES = frozenset(("cpu.weight", "cpu.idle", "io.weight", "io.bfq.weight"))
+_BFQ_WEIGHT_MAX = 1000
+_IO_MAX = {
+    "rbps": "io_read_bytes_per_s", "wbps": "io_write_bytes_per_s",
+    "riops": "io_reads_per_s", "wiops": "io_writes_per_s",
+}  # fmt: skip
+_HINT = "run 'dsecctl host' to see what this host offers"
 
 
 def hand_on_controllers(top: Path, cgroup_dir: Path) -> None:
@@ -58,30 +53,79 @@ def hand_on_controllers(top: Path, cgroup_dir: Path) -> None:
             return
 
 
+def controller_of(attribute: str) -> str:
+    return attribute.partition(".")[0]
+
+
 class LimitWriter:
     """Writes limits where the controllers exist, and says where they do not."""
 
-    def __init__(self, cgroup_dir: Path) -> None:
+    def __init__(self, cgroup_dir: Path, state_dir: Path) -> None:
         self._dir = cgroup_dir
+        self._state_dir = state_dir
 
     def _available(self) -> frozenset[str]:
         return cgroup.controllers(self._dir) & frozenset(_WANTED)
 
+    def attributes(self, limits: Limits) -> dict[str, str]:
+        """cgroup attribute to value for every limit that is set. Raises FeatureMissing for io that has no disk."""
+        plain = {
+            "memory.max": limits.memory_max_bytes,
+            "memory.high": limits.memory_high_bytes,
+            "memory.swap.max": limits.swap_max_bytes,
+            "memory.oom.group": None if limits.memory_oom_group is None else int(limits.memory_oom_group),
+            "cpu.idle": None if limits.cpu_idle is None else int(limits.cpu_idle),
+            "cpu.weight": limits.cpu_weight,
+            "pids.max": limits.pids_max,
+        }
+        values = {name: str(value) for name, value in plain.items() if value is not None}
+        if limits.cpu_max_permil is not None:
+            values["cpu.max"] = f"{limits.cpu_max_permil * _CPU_PERIOD_US // 1000} {_CPU_PERIOD_US}"
+        return values | self._io(limits)
+
+    def _io(self, limits: Limits) -> dict[str, str]:
+        rates = {key: getattr(limits, field) for key, field in _IO_MAX.items()}
+        wants_rate = any(value is not None for value in rates.values())
+        if not wants_rate and limits.io_weight is None:
+            return {}
+        names = [field for field in (*_IO_MAX.values(), "io_weight") if getattr(limits, field) is not None]
+        values = {}
+        try:
+            disk = blockdev.disk_of(self._state_dir)
+            if wants_rate:
+                # All four, since keys that are left out stay as they were.
+                given = (f"{key}={'max' if value is None else value}" for key, value in rates.items())
+                values["io.max"] = " ".join((disk, *given))
+            if limits.io_weight is not None:
+                name = blockdev.weight_file(disk, cgroup.root())
+                top = _BFQ_WEIGHT_MAX if name == "io.bfq.weight" else limits.io_weight
+                values[name] = str(min(limits.io_weight, top))
+        except blockdev.NoDisk as error:
+            raise errors.FeatureMissing(f"limit {', '.join(names)}: {error}", hint=_HINT, feature="io") from error
+        return values
+
     def check(self, limits: Limits) -> list[str]:
-        """Raise FeatureMissing for a limit asked for without its controller; name the default ones that are off."""
+        """Raise FeatureMissing for a limit asked for that the kernel lacks; name the default ones that are off."""
         available = self._available()
-        asked = attributes(limits)
-        if limits.pids_max is None:
-            del asked["pids.max"]
-        missing = sorted({name.split(".")[0] for name in asked} - available)
-        if missing:
-            names = ", ".join(name for name in sorted(asked) if name.split(".")[0] in missing)
-            raise errors.FeatureMissing(
-                f"limit {names}: this host has no cgroup v2 controller {', '.join(missing)} for sandboxes",
-                hint="run 'dsecctl host' to see what this host offers",
-                feature=f"cgroup-{missing[0]}",
-            )
+        if limits != Limits():
+            self._refuse_missing(self.attributes(limits), available)
         return [] if "pids" in available else ["pids.max"]
+
+    def _refuse_missing(self, asked: Iterable[str], available: frozenset[str]) -> None:
+        names = sorted(asked)
+        missing = sorted({controller_of(name) for name in names} - available)
+        if missing:
+            lost = ", ".join(name for name in names if controller_of(name) in missing)
+            raise errors.FeatureMissing(
+                f"limit {lost}: this host has no cgroup v2 controller {', '.join(missing)} for sandboxes",
+                hint=_HINT, feature=f"cgroup-{missing[0]}",
+            )  # fmt: skip
+        # A kernel may be built with a controller and without one of its files: our own cgroup shows which it has.
+        absent = [name for name in names if not (self._dir / name).exists()]
+        if absent:
+            raise errors.FeatureMissing(
+                f"limit {', '.join(absent)}: this kernel has no such cgroup attribute", hint=_HINT, feature=absent[0]
+            )
 
     async def apply(self, sandbox: Path, limits: Limits) -> None:
         """Write them. Raises cgroup.AttributeRefused; EBUSY when the agent does not leave the sandbox's top cgroup."""
@@ -89,11 +133,48 @@ class LimitWriter:
         if not available:
             return
         await _until_empty(sandbox)
-        cgroup.enable(self._dir, available)
+        cgroup.enable(sandbox.parent, available)
         cgroup.enable(sandbox, available)
-        for name, value in attributes(limits).items():
-            if name.split(".")[0] in available:
-                cgroup.write(sandbox / "run", name, value)
+        _count_kills(sandbox, limits)
+        defaults = {"pids.max": str(DEFAULT_PIDS_MAX)} if "pids" in available else {}
+        _write(sandbox, defaults | self.attributes(limits))
+
+    async def change(self, sandbox: Path, old: Limits, new: Limits) -> None:
+        """Write what differs between what is in force and what is to be. Raises cgroup.AttributeRefused."""
+        before, after = self.attributes(old), self.attributes(new)
+        lifted = {name: _unlimited(name, value) for name, value in before.items() if name not in after}
+        changed = {name: value for name, value in after.items() if before.get(name) != value}
+        if not lifted and not changed:
+            return
+        _count_kills(sandbox, new)
+        # What is lifted first: an idle cgroup takes no weight.
+        _write(sandbox, lifted)
+        _write(sandbox, changed)
+
+
+def _write(sandbox: Path, values: Mapping[str, str]) -> None:
+    for name, value in values.items():
+        cgroup.write(sandbox if name in _SHARES else sandbox / "run", name, value)
+
+
+def _count_kills(sandbox: Path, limits: Limits) -> None:
+    """Where memory is limited each command's cgroup counts its own, so that one killed for it can be told from others.
+
+    Not elsewhere: a cgroup with memory of its own costs more to make, and stays until its pages have gone.
+    """
+    if limits.memory_max_bytes is not None or limits.memory_high_bytes is not None:
+        cgroup.enable(sandbox / "run", frozenset(("memory",)))
+
+
+def _unlimited(name: str, value: str) -> str:
+    """What an attribute is when nobody has set it."""
+    if name == "pids.max":
+        return str(DEFAULT_PIDS_MAX)
+    if name == "io.max":
+        return f"{value.split()[0]} rbps=max wbps=max riops=max wiops=max"
+    plain = {"cpu.weight": "100", "cpu.idle": "0", "io.weight": "default 100", "io.bfq.weight": "default 100"}
+    plain |= {"memory.oom.group": "0", "cpu.max": f"max {_CPU_PERIOD_US}"}
+    return plain.get(name, "max")
 
 
 async def _until_empty(path: Path) -> None:

@@ -48,6 +48,7 @@ _REASONS = {
     ExitReason.IDLE_TIMEOUT: ExecReason.IDLE_TIMEOUT,
     ExitReason.KILLED: ExecReason.KILLED,
     ExitReason.SHUTDOWN: ExecReason.SHUTDOWN,
+    ExitReason.OOM: ExecReason.OOM,
 }
 _STREAMS = {"stdout": 1, "stderr": 2}
 
@@ -275,7 +276,7 @@ def _ended(end: Exit, pid: int) -> dict[str, Any]:
         "reason": _REASONS[end.reason], "stdout_bytes": end.total_out, "stderr_bytes": end.total_err,
         "stdout_dropped_bytes": end.dropped_out, "stderr_dropped_bytes": end.dropped_err,
         "cpu_user_us": end.cpu_user_us, "cpu_system_us": end.cpu_system_us, "max_rss_kib": end.max_rss_kib,
-        "started_at": _utc_ns(end.started_ns), "finished_at": _utc_ns(end.finished_ns),
+        "oom_kills": end.oom_kills, "started_at": _utc_ns(end.started_ns), "finished_at": _utc_ns(end.finished_ns),
     }  # fmt: skip
 
 

@@ -71,10 +71,10 @@ class Ledger:
         await self._store.write(functools.partial(records.save, row=row), durable=durable)
         live.unsaved = False
 
-    def tell(self, kind: str, live: Live) -> None:
+    def tell(self, kind: str, live: Live, **more: object) -> None:
         """Emit an event about it."""
         details = {"state": str(live.record.state)} | ({"reason": live.record.reason} if live.record.reason else {})
-        self._events.emit(kind, live.id, owner_uid=live.record.owner_uid, **details)
+        self._events.emit(kind, live.id, owner_uid=live.record.owner_uid, **details, **more)
 
 
 def _remember(row: tuple[object, ...], sandbox_id: str, layers: tuple[str, ...], db: sqlite3.Connection) -> None:

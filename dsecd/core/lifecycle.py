@@ -54,7 +54,7 @@ class Lifecycle:
     ) -> None:
         self._ledger = Ledger(store, events)
         self._images = images
-        self.watch = Watch(tasks, self._ended)
+        self.watch = Watch(tasks, self._ended, self._ledger)
         self._gone = gone
         self.deadline = deadline
         self._checkpoint = checkpoint

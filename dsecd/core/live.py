@@ -130,6 +130,7 @@ class Live:
             idle_timeout_ms=_ms(request.idle_timeout_s),
             buffer_bytes=request.buffer_bytes,
             keep_ms=int(request.keep_s * 1000),
+            cgroup=() if request.limits is None else tuple(self.backend.exec_limits(request.limits).items()),
         )
 
 

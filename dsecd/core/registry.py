@@ -41,6 +41,7 @@ class Registry:
         self._by_key: dict[tuple[int, str], Live] = {}
         #: Set once, when who watches over sandboxes is there.
         self.on_link_lost: Callable[[Live, LinkLost], None] = lambda _live, _lost: None
+        self.on_oom: Callable[[Live, int], None] = lambda _live, _kills: None
 
     def __len__(self) -> int:
         return len(self._lives)
@@ -72,6 +73,7 @@ class Registry:
         box = Box(id=record.id, spec=spec, uid_base=self._uid_base + record.range_index * RANGE_SIZE, layers=())
         live = Live(record, box, self._backends[spec.backend], self._defaults(record))
         box.on_link_lost = lambda lost: self.on_link_lost(live, lost)
+        box.on_oom = lambda kills: self.on_oom(live, kills)
         self._lives[record.id] = live
         if record.idempotency_key is not None:
             self._by_key[record.owner_uid, record.idempotency_key] = live

@@ -14,6 +14,8 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
+from pydantic import ValidationError
+
 from dsecd.core import translate
 from dsecd.core.lifecycle import Lifecycle
 from dsecd.core.live import Live
@@ -27,12 +29,15 @@ from libdsec.types import (
     BatchItem,
     CreateRequest,
     ErrorBody,
+    Limits,
     Sandbox,
     SandboxList,
+    SandboxSpec,
     SandboxUsage,
     State,
     StopRequest,
     UpdateRequest,
+    explain,
 )
 
 _BATCH_REPORT_S = 0.5
@@ -128,12 +133,13 @@ class Sandboxes:
             cpu_user_us=told.cpu_user_us, cpu_system_us=told.cpu_system_us, max_rss_kib=told.max_rss_kib,
             cpu_usage_us=counted.get("cpu.usage_usec"), memory_current_bytes=counted.get("memory.current"),
             pids_current=counted.get("pids.current"),
+            cpu_forced_idle_us=counted.get("cpu.core_sched.force_idle_usec"),
         )  # fmt: skip
 
     async def update(self, principal: Principal, sandbox_id: str, request: UpdateRequest) -> Sandbox:
         live = self._registry.find(principal, sandbox_id, "update")
         if request.limits is not None:
-            live.backend.check(live.record.spec.model_copy(update={"limits": request.limits}))
+            live.backend.check(live.record.spec.model_copy(update={"limits": _limits(live.record.spec, request)}))
         await _to_its_end(self._tasks, f"update {sandbox_id}", self._update(live, request))
         return live.record.to_wire()
 
@@ -205,10 +211,11 @@ class Sandboxes:
             changes: dict[str, Any] = {}
             if request.labels is not None:
                 changes["labels"] = request.labels
-            if request.limits is not None:
+            if request.limits is not None or request.lift:
+                limits = _limits(record.spec, request)
                 if record.state in (State.RUNNING, State.PAUSED):
-                    await live.backend.set_limits(live.box, request.limits)
-                changes["limits"] = request.limits
+                    await live.backend.set_limits(live.box, limits)
+                changes["limits"] = limits
             if request.ttl_s is not None:
                 changes["ttl_s"] = request.ttl_s
                 if record.state is State.PAUSED:
@@ -217,6 +224,15 @@ class Sandboxes:
                     record.expires_at = time.time() + request.ttl_s
             record.spec = live.box.spec = record.spec.model_copy(update=changes)
             await self._lifecycle.change(live)
+
+
+def _limits(spec: SandboxSpec, request: UpdateRequest) -> Limits:
+    """The limits after an update. Raises InvalidSpec when those that stay and those that are new contradict."""
+    try:
+        return spec.limits.merged(request.limits or Limits(), request.lift)
+    except ValidationError as error:
+        found = [{"path": "limits", "message": explain(item)} for item in error.errors()]
+        raise errors.InvalidSpec(f"update: {found[0]['message']}", errors=found) from error
 
 
 async def _to_its_end(tasks: Tasks, name: str, transition: Coroutine[Any, Any, None]) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens to a running sandbox by itself: its init dies, or its agent cannot be reached any more.
+"""What happens to a running sandbox by itself: its init dies, its agent cannot be reached any more, it lacks memory.
 
-What belongs here: noticing both, and trying to reach the agent again. What does not: what becomes of the sandbox then
-(``lifecycle.py``).
+What belongs here: noticing all of it, and trying to reach the agent again. What does not: what becomes of the sandbox
+then (``lifecycle.py``).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from dsecd.backends.agentlink.link import LinkLost
 from dsecd.backends.base import translated
+from dsecd.core.ledger import Ledger
 from dsecd.core.live import Live
 from dsecd.core.tasks import Tasks
 from dsecd.linux import pidfd
@@ -29,9 +30,10 @@ Ended = Callable[[Live, str], Awaitable[object]]
 class Watch:
     """One descriptor in the event loop for each running sandbox; no polling."""
 
-    def __init__(self, tasks: Tasks, ended: Ended) -> None:
+    def __init__(self, tasks: Tasks, ended: Ended, ledger: Ledger) -> None:
         self._tasks = tasks
         self._ended = ended
+        self._ledger = ledger
 
     def start(self, live: Live) -> None:
         """Notice the end of its init process from now on."""
@@ -70,6 +72,11 @@ class Watch:
             self._tasks.spawn(f"give up {live.id}", self._give_up(live, reason))
         else:
             self._tasks.spawn(f"reconnect {live.id}", self._reconnect(live))
+
+    def out_of_memory(self, live: Live, kills: int) -> None:
+        """Called when the kernel killed in it for want of memory, by now ``kills`` processes since its start."""
+        if not live.gone:
+            self._ledger.tell("sandbox.oom", live, oom_kills=kills)
 
     async def _reconnect(self, live: Live) -> None:
         failed = 0

@@ -304,6 +304,22 @@ def getsockopt(fd: int, level: int, option: int, size_bytes: int) -> bytes:
     return buffer.raw[: length.value]
 
 
+def inotify_init1(flags: int) -> int:
+    """An inotify instance.  inotify_init1(2)."""
+    return _check(_libc.inotify_init1(ctypes.c_int(flags)), "inotify_init1")
+
+
+def inotify_add_watch(fd: int, path: StrPath, mask: int) -> int:
+    """Watch a path for the events of `mask`; gives a watch descriptor.  inotify_add_watch(2)."""
+    result = _libc.inotify_add_watch(ctypes.c_int(fd), _path(path), ctypes.c_uint32(mask))
+    return _check(result, "inotify_add_watch", path)
+
+
+def inotify_rm_watch(fd: int, watch: int) -> None:
+    """Watch no longer; EINVAL when it has gone by itself.  inotify_rm_watch(2)."""
+    _check(_libc.inotify_rm_watch(ctypes.c_int(fd), ctypes.c_int(watch)), "inotify_rm_watch")
+
+
 def sched_core_get(pid: int = 0) -> int:
     """Core scheduling cookie of a process, 0 for none; EINVAL without CONFIG_SCHED_CORE, ENODEV without SMT.
 

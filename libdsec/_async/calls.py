@@ -157,9 +157,12 @@ class AsyncSandboxCalls(AsyncTransport):
         labels: dict[str, str] | None = None,
         ttl_s: float | None = None,
         limits: t.Limits | None = None,
+        lift: Sequence[t.LimitName] = (),
     ) -> t.Sandbox:
-        """Change labels, TTL (seconds from now) or limits; what is None stays."""
-        request = c.build(t.UpdateRequest, "", labels=labels, ttl_s=ttl_s, limits=limits)
+        """Change labels, TTL (seconds from now) or limits; what is None stays. ``lift`` names limits to take off."""
+        request = c.build(
+            t.UpdateRequest, "", labels=labels, ttl_s=ttl_s, limits=limits, lift=tuple(lift)
+        )
         return c.parse(t.Sandbox, await self.request("update", body=request, id=id), "update")
 
     async def delete(self, id: str) -> None:

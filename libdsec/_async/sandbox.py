@@ -91,10 +91,13 @@ class AsyncLife:
         labels: Mapping[str, str] | None = None,
         ttl_s: float | None = None,
         limits: t.Limits | None = None,
+        lift: Sequence[t.LimitName] = (),
     ) -> t.Sandbox:
-        """Change labels, TTL (seconds from now) or limits; what is None stays."""
+        """Change labels, TTL (seconds from now) or limits; what is None stays. ``lift`` names limits to take off."""
         given = dict(labels) if labels is not None else None
-        return self._keep(await self.client.update(self.id, labels=given, ttl_s=ttl_s, limits=limits))
+        return self._keep(
+            await self.client.update(self.id, labels=given, ttl_s=ttl_s, limits=limits, lift=lift)
+        )
 
     async def wait(self, *states: str, timeout_s: float | None = None) -> t.Sandbox:
         """Wait until it is in one of the states. Raises TimedOut after ``timeout_s``; None waits for ever."""

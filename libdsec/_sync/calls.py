@@ -158,9 +158,12 @@ class SandboxCalls(Transport):
         labels: dict[str, str] | None = None,
         ttl_s: float | None = None,
         limits: t.Limits | None = None,
+        lift: Sequence[t.LimitName] = (),
     ) -> t.Sandbox:
-        """Change labels, TTL (seconds from now) or limits; what is None stays."""
-        request = c.build(t.UpdateRequest, "", labels=labels, ttl_s=ttl_s, limits=limits)
+        """Change labels, TTL (seconds from now) or limits; what is None stays. ``lift`` names limits to take off."""
+        request = c.build(
+            t.UpdateRequest, "", labels=labels, ttl_s=ttl_s, limits=limits, lift=tuple(lift)
+        )
         return c.parse(t.Sandbox, self.request("update", body=request, id=id), "update")
 
     def delete(self, id: str) -> None:

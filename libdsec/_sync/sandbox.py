@@ -92,10 +92,13 @@ class Life:
         labels: Mapping[str, str] | None = None,
         ttl_s: float | None = None,
         limits: t.Limits | None = None,
+        lift: Sequence[t.LimitName] = (),
     ) -> t.Sandbox:
-        """Change labels, TTL (seconds from now) or limits; what is None stays."""
+        """Change labels, TTL (seconds from now) or limits; what is None stays. ``lift`` names limits to take off."""
         given = dict(labels) if labels is not None else None
-        return self._keep(self.client.update(self.id, labels=given, ttl_s=ttl_s, limits=limits))
+        return self._keep(
+            self.client.update(self.id, labels=given, ttl_s=ttl_s, limits=limits, lift=lift)
+        )
 
     def wait(self, *states: str, timeout_s: float | None = None) -> t.Sandbox:
         """Wait until it is in one of the states. Raises TimedOut after ``timeout_s``; None waits for ever."""

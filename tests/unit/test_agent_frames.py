@@ -189,7 +189,7 @@ def test_time_before_1970_is_negative() -> None:
     "changes",
     [
         {"kind": 0}, {"kind": 3}, {"status": 256}, {"kind": 2, "status": 0}, {"kind": 2, "status": 65},
-        {"reason": 5}, {"total_out": 2**63}, {"status": b"\0"}, {"finished_ns": 2**64 - 1},
+        {"reason": 6}, {"total_out": 2**63}, {"status": b"\0"}, {"finished_ns": 2**64 - 1},
     ],
 )  # fmt: skip
 def test_exits_that_linux_does_not_have_are_refused(changes: dict[str, int | bytes | str]) -> None:

@@ -81,6 +81,7 @@ def start_payloads(request: StartRequest, *, attach: bool, window: int) -> list[
     )
     fields += [u64(tag, value) for tag, value in optional if value]
     fields += [_rlimit(*limit) for limit in request.rlimits]
+    fields += [raw(Tag.CGROUP, f"{name}={value}".encode()) for name, value in request.cgroup]
     try:
         return split_request(fields)
     except ValueError as error:

@@ -148,6 +148,8 @@ class Tag:
     EXECS_RUNNING: Final = 60
     EXECS_TOTAL: Final = 61
     INO: Final = 62
+    CGROUP: Final = 63
+    OOM_KILLS: Final = 64
 
 
 TYPE_NAMES: Final[dict[int, str]] = {

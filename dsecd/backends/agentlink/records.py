@@ -57,6 +57,7 @@ class ExitReason(enum.IntEnum):
     IDLE_TIMEOUT = 2
     KILLED = 3
     SHUTDOWN = 4
+    OOM = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,8 @@ class StartRequest:
     """One command to run. Times in milliseconds, 0 = none; sizes in bytes, 0 = the agent's default.
 
     `env` holds `K=V` entries. `cwd` empty means the user's home. `user` is `uid`, `uid:gid`, `name` or `name:group`,
-    empty for uid 0. `rlimits` holds (resource, soft, hard) with numbers as in getrlimit(2).
+    empty for uid 0. `rlimits` holds (resource, soft, hard) with numbers as in getrlimit(2). `cgroup` holds attributes
+    of the command's own cgroup, with values as the kernel takes them.
     """
 
     exec_id: str
@@ -82,6 +84,7 @@ class StartRequest:
     idle_timeout_ms: int = 0
     buffer_bytes: int = 0
     keep_ms: int | None = None
+    cgroup: Sequence[tuple[str, str]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +113,7 @@ class Exit:
     max_rss_kib: int
     started_ns: int
     finished_ns: int
+    oom_kills: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +196,7 @@ def exit_from(fields: Fields, exec_id: str) -> Exit:
         exec_id,
         ExitKind(kind),
         status,
-        ExitReason(fields.u64(Tag.REASON, 4)),
+        ExitReason(fields.u64(Tag.REASON, max(ExitReason))),
         fields.u64(Tag.TOTAL_OUT),
         fields.u64(Tag.TOTAL_ERR),
         fields.u64(Tag.DROPPED_OUT, default=0),
@@ -202,6 +206,7 @@ def exit_from(fields: Fields, exec_id: str) -> Exit:
         fields.u64(Tag.MAX_RSS_KIB, default=0),
         fields.u64(Tag.STARTED_NS, default=0),
         fields.u64(Tag.FINISHED_NS, default=0),
+        fields.u64(Tag.OOM_KILLS, MAX_PID, 0),
     )
 
 
