@@ -36,8 +36,9 @@ MAY_IMPORT = {
     "dsecctl": ("libdsec",),
     "dsecd.linux": (),
     "dsecd.vmm": ("dsecd.linux",),
+    "dsecd.dns": ("dsecd.linux",),
     "dsecd.backends": ("dsecd.vmm", "dsecd.linux", "libdsec.*"),
-    "dsecd.core": ("dsecd.backends", "dsecd.linux", "libdsec.*"),
+    "dsecd.core": ("dsecd.backends", "dsecd.dns", "dsecd.linux", "libdsec.*"),
     "dsecd.api": ("dsecd.core", "libdsec.*"),
     # The start-up modules beside the layers put them together.
     "dsecd": ("dsecd.api", "dsecd.core", "dsecd.backends", "dsecd.vmm", "dsecd.linux", "libdsec.*"),
@@ -300,7 +301,7 @@ def test_setup_cfg_lists_exactly_the_packages_that_exist() -> None:
 
 
 #: What Debian calls a module where it is not python3- and the module's name.
-DEBIAN_NAME = {"bcc": "python3-bpfcc", "LibAppArmor": "python3-libapparmor"}
+DEBIAN_NAME = {"bcc": "python3-bpfcc", "dns": "python3-dnspython", "LibAppArmor": "python3-libapparmor"}
 
 
 def undeclared(found: Iterable[Module], control: set[str], ours: Iterable[str]) -> Iterator[str]:
