@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Firecracker as it is installed: where its two programs are, and whether they fit each other and us.
+
+What belongs here: finding and asking them.  What does not: starting machines.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from dsecd.linux import proc
+from dsecd.vmm.firecracker import models
+from dsecd.vmm.firecracker.jail import Programs
+
+_TIMEOUT_S = 10.0
+_NAMES = ("firecracker", "jailer")
+
+
+def find(firecracker: Path | None = None) -> Programs | None:
+    """The two programs: beside each other as configured, else in the usual places; None when there are none."""
+    if firecracker is not None:
+        return Programs(firecracker, firecracker.with_name("jailer"))
+    found = [shutil.which(name, path=proc.MINIMAL_ENV["PATH"]) for name in _NAMES]
+    return Programs(Path(found[0]), Path(found[1])) if found[0] and found[1] else None
+
+
+def check(programs: Programs) -> str:
+    """The release of both.  Blocks.  Raises OSError, proc.ProcessFailed, and ValueError when they are of no use."""
+    releases = [_release(path) for path in (programs.firecracker, programs.jailer)]
+    if releases[0] != releases[1]:
+        first, second = map(models.version_text, releases)
+        raise ValueError(f"{programs.firecracker} is {first}, {programs.jailer} {second}: they must be of one release")
+    if releases[0] < models.PMEM:
+        found, needed = models.version_text(releases[0]), models.version_text(models.PMEM)
+        raise ValueError(f"Firecracker is {found}, {needed} is needed for layers on virtio-pmem")
+    return models.version_text(releases[0])
+
+
+def _release(program: Path) -> models.Version:
+    """Out of "Firecracker v1.16.1" and more lines, or "Jailer v1.16.1"."""
+    text = proc.run_blocking([program, "--version"], timeout_s=_TIMEOUT_S).stdout.decode("utf-8", "replace")
+    words = text.split(None, 2)
+    if len(words) < 2:
+        raise ValueError(f"{program} --version: no version in {text[:80]!r}")
+    return models.parse_version(words[1])
