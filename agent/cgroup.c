@@ -104,13 +104,13 @@ void cgroup_look_again(void)
  */
 static int move_aside(void)
 {
+    char text[16];
+    snprintf(text, sizeof(text), "%d", (int)getpid()); /* getppid() of a child that outlived us names another */
     pid_t child = fork();
     if (child < 0)
         return write_file("agent/cgroup.procs", "0");
     if (child > 0)
         return 0;
-    char text[16];
-    snprintf(text, sizeof(text), "%d", (int)getppid());
     _exit(write_file("agent/cgroup.procs", text) < 0);
 }
 

@@ -9,7 +9,6 @@ import signal
 import socket
 import stat
 import subprocess
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -29,6 +28,7 @@ from dsecd.backends.agentlink.link import (
     StartRequest,
     connect,
 )
+from tests.support import cgroups
 
 AGENT = Path(__file__).parents[2] / "build/agent/dsec-agent"
 
@@ -55,17 +55,9 @@ class Agent:
         os.close(directory)
 
     def stop(self) -> None:
-        (self.cgroup / "cgroup.kill").write_text("1")
-        # It moves itself into the cgroup a while after it has begun to answer.
         self.process.kill()
         self.process.wait(20)
-        deadline = time.monotonic() + 20
-        # Commands are no children of ours: their end is seen in the cgroup only.
-        while "populated 1" in (self.cgroup / "cgroup.events").read_text():
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-        for folder, _, _ in self.cgroup.walk(top_down=False):
-            folder.rmdir()
+        cgroups.remove_tree(self.cgroup)
 
     @asynccontextmanager
     async def link(self, generation: int = 1, lost: list[LinkLost] | None = None) -> AsyncIterator[AgentLink]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.support import cgroups
 from tests.support.agent_client import AgentClient
 
 CHECKOUT = Path(__file__).parents[2]
@@ -132,22 +133,8 @@ class AgentProcess:
             self.remove_cgroup()
 
     def remove_cgroup(self) -> None:
-        if self.cgroup is None:
-            return
-        (self.cgroup / "cgroup.kill").write_text("1")
-        for path in sorted(self.cgroup.rglob("*/"), reverse=True):
-            if path.is_dir():
-                poll_until(lambda path=path: remove(path))  # type: ignore[misc]
-        poll_until(lambda: remove(self.cgroup))
-
-
-def remove(path: Path | None) -> bool:
-    assert path
-    try:
-        path.rmdir()
-    except OSError:
-        return False
-    return True
+        if self.cgroup is not None:
+            cgroups.remove_tree(self.cgroup)
 
 
 def state_of(pid: int) -> str | None:

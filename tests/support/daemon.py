@@ -18,6 +18,7 @@ from typing import Self
 
 from libdsec import Client
 from libdsec.errors import ConnectionFailed
+from tests.support import cgroups
 
 _CHECKOUT = Path(__file__).resolve().parents[2]
 _RESIDUE = Path(__file__).with_name("residue.py")
@@ -171,16 +172,7 @@ class Daemon:
     def _clean(self) -> None:
         if self.running:
             self.kill()
-        for path in sorted(self.cgroup_dir.glob("**/cgroup.kill")):
-            path.write_text("1")
-        for _attempt in range(50):
-            for directory in sorted((p for p in self.cgroup_dir.glob("**") if p.is_dir()), reverse=True):
-                try:
-                    directory.rmdir()
-                except OSError:
-                    time.sleep(0.02)
-            if not self.cgroup_dir.exists():
-                break
+        cgroups.remove_tree(self.cgroup_dir)
         for mount in reversed(Path("/proc/self/mountinfo").read_text().splitlines()):
             target = mount.split()[4]
             if target.startswith(f"{self.runtime_dir}"):
