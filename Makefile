@@ -6,6 +6,9 @@ DEV = ./dev
 INSIDE = $(DEV) $(MAKE) --no-print-directory
 PYTEST = python3 -m pytest --junit-xml="$$DSEC_DEV_CACHES/junit.xml"
 
+# The kernels that lie beside a checkout, where there are some, are to be seen inside, too.
+SHOW_KERNELS = DSEC_DEV_BIND="$${DSEC_DEV_BIND:-$(wildcard $(abspath $(CURDIR)/../shared/kernels))}"
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-unit test-host test-vm lint bench agent agent-check deb kernel guest-kernel-deb clean inside-test
 
@@ -16,8 +19,8 @@ demo: ## from nothing to commands in a sandbox, with a daemon killed in between
 	@$(INSIDE) agent
 	@$(DEV) demo/run
 
-test: ## everything: agent, linters, packages, unit and host tests
-	@$(INSIDE) inside-test
+test: ## everything: agent, linters, packages, unit and host tests, and the package in a virtual machine
+	@$(SHOW_KERNELS) $(INSIDE) inside-test
 
 test-unit: ## tests that need no root rights
 	@$(DEV) sh -c '$(PYTEST) tests/unit'
@@ -26,12 +29,9 @@ test-host: ## tests against this machine's kernel
 	@$(INSIDE) agent
 	@$(DEV) sh -c '$(PYTEST) tests/host'
 
-# The kernels that lie beside a checkout, where there are some, are to be seen inside, too.
-BESIDE = $(wildcard $(abspath $(CURDIR)/../shared/kernels))
-
 test-vm: ## tests of the package on a Debian 13 with systemd, in a virtual machine
 	@$(INSIDE) deb
-	@DSEC_DEV_BIND="$${DSEC_DEV_BIND:-$(BESIDE)}" $(DEV) sh -c '$(PYTEST) tests/vm'
+	@$(SHOW_KERNELS) $(DEV) sh -c '$(PYTEST) tests/vm'
 
 lint: ## ruff and mypy
 	@$(DEV) sh -c 'status=0; ruff check --quiet || status=1; \
@@ -65,6 +65,6 @@ inside-test:
 	$(MAKE) --no-print-directory agent || status=1; \
 	$(MAKE) --no-print-directory lint || status=1; \
 	packaging/build-deb || status=1; \
-	$(PYTEST) tests/unit tests/host || status=1; \
+	$(PYTEST) --durations=15 tests/unit tests/host tests/vm || status=1; \
 	[ $$status = 0 ] || echo "make test: failed, see above" >&2; \
 	exit $$status

@@ -200,6 +200,7 @@ static void set_up(int argc, char **argv)
     spawn_config.reset_oom = better_protected(); /* readable only while dumpable; nothing of ours is open yet */
     if (prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) < 0)
         die("PR_SET_DUMPABLE");
+    (void)prctl(PR_SET_NAME, "dsec-agent", 0, 0, 0); /* started by a descriptor, it would be called by its number */
     struct arguments a = parse(argc, argv);
     close_strays(&a);
     open_null();

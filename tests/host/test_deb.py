@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.rootfs import clean_environment
+
 _CHECKOUT = Path(__file__).resolve().parents[2]
 _BUILT = _CHECKOUT / "build" / "deb"
 _NAMES = ("dsecd", "python3-libdsec")
@@ -60,9 +62,7 @@ def minimal() -> Path:
             "--dpkgopt=path-exclude=/usr/share/locale/*", *_APT_SETTINGS, "trixie", str(partial),
             "/etc/apt/sources.list",
         ]  # fmt: skip
-        # Not all of ours: PYTHONPYCACHEPREFIX would hold in there as well.
-        environment = {name: value for name, value in os.environ.items() if name in ("PATH", "LANG") or "proxy" in name}
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=clean_environment())
         assert done.returncode == 0, done.stderr[-3000:]
         partial.rename(root)
     return root

@@ -2,6 +2,7 @@
 """The life of a sandbox through the API of a real daemon; effects are read from the kernel or from inside."""
 
 import asyncio
+import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -103,6 +104,14 @@ def test_pause_freezes_commands_and_nothing_else(daemon: Daemon, client: Client)
     assert client.resume(sandbox.id).state == "running"
     time.sleep(0.3)
     assert client.exec_output(sandbox.id, "x").end > first
+
+
+def test_its_first_process_is_called_what_it_is(daemon: Daemon, client: Client) -> None:
+    sandbox = client.create(spec())
+    assert sh(client, sandbox.id, "cat /proc/1/comm") == "dsec-agent\n"
+    (pid,) = (daemon.cgroup_dir / f"sandbox-{sandbox.id}/agent/cgroup.procs").read_text().split()
+    shown = subprocess.run(["ps", "-o", "comm=", "-p", pid], capture_output=True, text=True, check=True)
+    assert shown.stdout == "dsec-agent\n"
 
 
 def _cpu_us(cgroup: Path) -> dict[str, int]:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Root file systems that tests run sandboxes from.
 
-Here: a real minimal Debian, built once from the archive and kept in the build cache. Not here: importing it.
+Here: a real minimal Debian, built once from the archive and kept in the build cache, and what mmdebstrap may see of our
+environment. Not here: importing it.
 """
 
 import os
@@ -13,7 +14,7 @@ SUITE = "trixie"
 
 def debian_tar(*, include: tuple[str, ...] = ()) -> Path:
     """A tar of a minimal Debian with the packages named; built by mmdebstrap when the cache has none."""
-    cache = Path(os.environ.get("DSEC_BUILD_CACHE", "/var/tmp")) / "rootfs"
+    cache = Path(os.environ.get("DSEC_BUILD_CACHE", "/var/tmp")) / "debian"
     cache.mkdir(parents=True, exist_ok=True)
     tar = cache / f"{'-'.join([SUITE, *include])}.tar"
     if not tar.exists():
@@ -21,6 +22,14 @@ def debian_tar(*, include: tuple[str, ...] = ()) -> Path:
         command = ["mmdebstrap", "--quiet", "--variant=minbase", "--format=tar", SUITE, str(partial)]
         if include:
             command.insert(1, f"--include={','.join(include)}")
-        subprocess.run(command, check=True, capture_output=True)
+        subprocess.run(command, check=True, capture_output=True, env=clean_environment())
         partial.rename(tar)
     return tar
+
+
+def clean_environment() -> dict[str, str]:
+    """What mmdebstrap gets of our environment, which holds in what it builds as well.
+
+    PYTHONPYCACHEPREFIX, for one, would leave the bytecode of its packages where we keep ours.
+    """
+    return {name: value for name, value in os.environ.items() if name in ("PATH", "LANG") or "proxy" in name.lower()}

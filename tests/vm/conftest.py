@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.vm import host, image, kernels, packages
+from tests.vm import evidence, host, image, kernels, packages
 from tests.vm.host import Saved, VmHost
 from tests.vm.kernels import Kernel
 
@@ -22,6 +22,7 @@ _TIMEOUT_S = 1800
 #: They run in the guest.
 collect_ignore = ["inside"]
 _FAILED = pytest.StashKey[bool]()
+_MACHINE = pytest.StashKey[VmHost]()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -36,6 +37,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     module = item.getparent(pytest.Module)
     if report.failed and module is not None:
         module.stash[_FAILED] = True
+        if machine := module.stash.get(_MACHINE, None):
+            report.sections += [(f"the guest's {name}", text) for name, text in evidence.last_words(machine).items()]
     return report
 
 
@@ -62,7 +65,6 @@ def sched_core_vm(request: pytest.FixtureRequest) -> Iterator[VmHost]:
 @pytest.fixture(scope="module")
 def dsec_vm(request: pytest.FixtureRequest) -> Iterator[VmHost]:
     """A host on which the built package is installed, with an image to make sandboxes of (``packages.IMAGE``)."""
-    _need_packages()
     with host.only_machine(functools.partial(_say, request)):
         base = image.get()
         kernel = kernels.debian(base)
@@ -73,7 +75,6 @@ def dsec_vm(request: pytest.FixtureRequest) -> Iterator[VmHost]:
 @pytest.fixture(scope="module")
 def dsec_sched_core_vm(request: pytest.FixtureRequest) -> Iterator[VmHost]:
     """The same with a kernel that has core scheduling."""
-    _need_packages()
     kernel = _sched_core_kernel()
     with host.only_machine(functools.partial(_say, request)):
         base = image.get()
@@ -88,25 +89,20 @@ def _sched_core_kernel() -> Kernel:
         pytest.skip(str(missing))
 
 
-def _need_packages() -> None:
-    try:
-        packages.built()
-    except packages.PackagesMissing as missing:
-        pytest.skip(str(missing))
-
-
 @contextmanager
 def _machine(request: pytest.FixtureRequest, kernel: Kernel, saved: Callable[[], Saved]) -> Iterator[VmHost]:
     name = request.node.path.stem
     began = time.monotonic()
     with VmHost(kernel, saved()) as machine:
         _say(request, f"{name}: {kernel.name} kernel, ready after {time.monotonic() - began:.1f} s")
+        request.node.stash[_MACHINE] = machine
         try:
             yield machine
         finally:
+            del request.node.stash[_MACHINE]
             if request.node.stash.get(_FAILED, False):
                 folder = Path(os.environ.get("DSEC_DEV_CACHES", "/var/tmp")) / "vm" / f"{name}-{kernel.name}"
-                machine.keep_evidence(folder)
+                evidence.keep(machine, folder)
                 _say(request, f"{name}: console and journal of the machine are in {folder}")
             took = time.monotonic() - began
             _say(request, f"{name}: {took:.0f} s, of which the machine took {machine.cpu_s:.0f} s of processor time")

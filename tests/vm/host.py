@@ -209,18 +209,6 @@ class VmHost:
         path = self.folder / "console.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def keep_evidence(self, folder: Path) -> None:
-        """Copy console, QEMU's messages and the guest's journal, as far as it still answers, into a folder."""
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in ("console.log", "qemu.log"):
-            if (self.folder / name).exists():
-                shutil.copyfile(self.folder / name, folder / name)
-        try:
-            journal = self.run(["journalctl", "--no-pager", "-o", "short-precise"], check=False, timeout_s=60)
-            (folder / "journal.log").write_bytes(journal.stdout)
-        except (ChannelError, OSError) as error:
-            (folder / "journal.log").write_text(f"not to be had: {error}\n")
-
     def close(self) -> None:
         """End the machine at once."""
         if self._channel is not None:

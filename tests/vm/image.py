@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.rootfs import clean_environment
 from tests.vm import cpio
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -197,7 +198,9 @@ def _bootstrap(tree: Path, log: Path) -> None:
         SUITE, str(tree), *([str(sources)] if own else []),
     ]  # fmt: skip
     with log.open("wb") as output:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=False)
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=False, env=clean_environment()
+        )
     if done.returncode != 0:
         raise ImageError(f"mmdebstrap ended with status {done.returncode}: {log.read_text(errors='replace')[-3000:]}")
 
