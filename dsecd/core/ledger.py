@@ -11,6 +11,7 @@ the truth, the caller hears of the failure, and the record is written with the n
 from __future__ import annotations
 
 import functools
+import logging
 import sqlite3
 
 from dsecd.core import records
@@ -19,6 +20,14 @@ from dsecd.core.images import records as image_records
 from dsecd.core.live import Live
 from dsecd.core.store import Store
 from libdsec.types import State
+
+log = logging.getLogger(__name__)
+
+#: Steps on the way are for whoever looks closely, and ends that nobody asked for are warnings.
+_LEVELS = {
+    "sandbox.created": logging.DEBUG, "sandbox.deleting": logging.DEBUG,
+    "sandbox.failed": logging.WARNING, "sandbox.stuck": logging.WARNING,
+}  # fmt: skip
 
 
 class Ledger:
@@ -72,7 +81,9 @@ class Ledger:
         live.unsaved = False
 
     def tell(self, kind: str, live: Live, **more: object) -> None:
-        """Emit an event about it."""
+        """Emit an event about it, and log those that change what a user has of it."""
+        level = _LEVELS.get(kind, logging.INFO)
+        log.log(level, "event=%s sandbox=%s reason=%s", kind, live.id, live.record.reason or "none")
         details = {"state": str(live.record.state)} | ({"reason": live.record.reason} if live.record.reason else {})
         self._events.emit(kind, live.id, owner_uid=live.record.owner_uid, **details, **more)
 
