@@ -60,6 +60,20 @@ class RequestLimits(_Section):
     )
 
 
+class Admission(_Section):
+    """When a new sandbox has to wait, by what the host suffers from; 100 percent of time is never too much."""
+
+    mode: Literal["on", "observe", "off"] = Field("on", description="observe only tells what it would have done")
+    memory_available_min_percent: float = Field(5.0, ge=0, le=90, description="of the host's memory, kept free")
+    memory_some_percent: float = Field(40.0, ge=0, le=100, description="time in which a task waited for memory")
+    memory_full_percent: float = Field(15.0, ge=0, le=100, description="time in which nothing else happened")
+    io_full_percent: float = Field(80.0, ge=0, le=100, description="the same of the disks")
+    cpu_some_percent: float = Field(100.0, ge=0, le=100, description="time in which a task waited for a CPU")
+    max_waiting: int = Field(4096, ge=0, le=1 << 20, description="creations and starts that may wait for room")
+    wait_s: float = Field(30.0, ge=0, le=110, description="how long, for those that do not say")
+    batch_wait_s: float = Field(600.0, ge=0, le=86400, description="the same for each of a batch")
+
+
 class Config(_Section):
     """All settings. Paths are absolute; nothing here is created or checked on disk."""
 
@@ -81,8 +95,12 @@ class Config(_Section):
     require: tuple[str, ...] = Field(
         (), description="features whose absence is fatal at start, see `dsecctl host`"
     )
+    core_scheduling: Literal["off", "class", "sandbox"] = Field(
+        "class", description="who shares no core's siblings with whom: batch with anybody else, or each with each"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     limits: RequestLimits = RequestLimits()
+    admission: Admission = Admission()
 
     @field_validator("socket_mode", mode="before")
     @classmethod

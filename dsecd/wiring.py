@@ -12,11 +12,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dsecd.backends import BACKENDS
 from dsecd.backends.base import Backend, Site
 from dsecd.config import Config, check_ids
 from dsecd.core import reconcile
+from dsecd.core.admission import Admission
 from dsecd.core.events import Events
 from dsecd.core.execs import Execs
 from dsecd.core.expiry import Expiry
@@ -27,6 +29,7 @@ from dsecd.core.image_jobs import ImageJobs
 from dsecd.core.images.store import ImageStore
 from dsecd.core.lifecycle import Lifecycle
 from dsecd.core.operations import Operations
+from dsecd.core.pressure import Gauge, Shortage, Thresholds
 from dsecd.core.ranges import Ranges
 from dsecd.core.registry import Registry
 from dsecd.core.sandboxes import Sandboxes
@@ -52,7 +55,7 @@ async def build_core(config: Config, place: Place, store: Store, events: Events,
     site = Site(
         state_dir=config.state_dir, runtime_dir=config.runtime_dir, cgroup_dir=place.cgroup_dir,
         agent=config.agent_path, objects_dir=images.objects_dir, launch_ns=place.launch_ns,
-        generation=place.generation,
+        generation=place.generation, core_scheduling=config.core_scheduling,
     )  # fmt: skip
     backends: Mapping[str, Backend] = {name: make(site) for name, make in BACKENDS.items()}
     records = reconcile.load(store)
@@ -64,7 +67,11 @@ async def build_core(config: Config, place: Place, store: Store, events: Events,
     )
     registry.on_link_lost = lifecycle.watch.link_lost
     registry.on_oom = lifecycle.watch.out_of_memory
-    sandboxes = Sandboxes(registry, lifecycle, tasks, parallel=_parallel())
+    admission = _admission(config, place, events, tasks)
+    sandboxes = Sandboxes(
+        registry, lifecycle, tasks, admission, parallel=_parallel(), wait_s=config.admission.wait_s,
+        batch_wait_s=config.admission.batch_wait_s,
+    )  # fmt: skip
     operations = Operations(store, tasks)
     await operations.recover()
     await reconcile.reconcile(
@@ -76,13 +83,24 @@ async def build_core(config: Config, place: Place, store: Store, events: Events,
         Sources(
             state_dir=config.state_dir, generation=place.generation, backends=backends, counts=sandboxes.counts,
             residue=functools.partial(reconcile.residue, registry, backends),
-            id_collisions=functools.partial(check_ids, config),
+            id_collisions=functools.partial(check_ids, config), admission=admission,
         )
     )  # fmt: skip
     return Core(
         sandboxes=sandboxes, execs=Execs(registry), files=Files(registry),
         images=ImageJobs(images, operations, events), events=events, operations=operations, host=host,
     )  # fmt: skip
+
+
+def _admission(config: Config, place: Place, events: Events, tasks: Tasks) -> Admission:
+    settings = config.admission
+
+    def tell(shortage: Shortage | None) -> None:
+        short: dict[str, Any] = {} if shortage is None else {"resource": shortage.resource, "text": str(shortage)}
+        events.emit("host.pressure", short=shortage is not None, **short)
+
+    gauge = Gauge(Thresholds(**settings.model_dump(include=set(Thresholds.__annotations__))), place.cgroup_dir)
+    return Admission(gauge, tasks, mode=settings.mode, max_waiting=settings.max_waiting, tell=tell)
 
 
 def _parallel() -> int:

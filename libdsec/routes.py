@@ -59,6 +59,7 @@ class Route:
 
 _STATES = tuple(state.value for state in t.State)
 _WAIT = Query("wait_s", "float", doc="block this long for a change", minimum=0, maximum=300)
+_ROOM = Query("wait_s", "float", doc="how long it may wait for the host to have room", minimum=0, maximum=110)
 _PATH = Query("path", required=True, doc="absolute path in the sandbox")
 _PART = Query("part", pattern=t.EXEC_ID_PATTERN, doc="name of a resumable upload")
 _USER = Query("user", doc="name or uid whose permissions apply; default the sandbox's user")
@@ -87,7 +88,7 @@ ROUTES: tuple[Route, ...] = (
     Route("stop", "POST", "/v1/sandboxes/{id}/stop", Scope.SANDBOX, "End its processes, keep its files.",
           t.StopRequest, t.Sandbox, timeout_s=3700),
     Route("start", "POST", "/v1/sandboxes/{id}/start", Scope.SANDBOX, "Run a stopped sandbox again.",
-          response=t.Sandbox, timeout_s=120),
+          response=t.Sandbox, query=(_ROOM,), timeout_s=120),
     Route("pause", "POST", "/v1/sandboxes/{id}/pause", Scope.SANDBOX, "Freeze its processes.", response=t.Sandbox),
     Route("resume", "POST", "/v1/sandboxes/{id}/resume", Scope.SANDBOX, "Thaw its processes.", response=t.Sandbox),
     Route("wait", "GET", "/v1/sandboxes/{id}/wait", Scope.READ, "Wait until it is in one of the states.",

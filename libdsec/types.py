@@ -189,6 +189,9 @@ class CreateRequest(Model):
     spec: SandboxSpec
     id: SandboxId | None = Field(None, description="made by the daemon when absent")
     idempotency_key: Key | None = None
+    wait_s: float | None = Field(
+        None, ge=0, le=3600, description="how long it may wait for the host to have room; alone at most 110"
+    )
 
 
 class BatchCreateRequest(Model):
@@ -255,7 +258,7 @@ class SandboxUsage(OpenModel):
     memory_current_bytes: int | None = Field(None, description="by the host: memory.current")
     pids_current: int | None = Field(None, description="by the host: pids.current, processes and threads")
     cpu_forced_idle_us: int | None = Field(
-        None, description="by the host: time a sibling stood idle because of it; core scheduling"
+        None, description="by the host: time siblings stood idle for it; counted with kernel.sched_schedstats=1"
     )
 
 
@@ -582,6 +585,20 @@ class BackendState(OpenModel):
     detail: str = ""
 
 
+class PressureReport(OpenModel):
+    """What new sandboxes are admitted by, in percent; None where the kernel does not tell."""
+
+    admission: str = Field(description="on, observe or off")
+    memory_available_percent: float | None = None
+    memory_some_percent: float | None = Field(None, description="time in which a task waited for memory")
+    memory_full_percent: float | None = Field(None, description="time in which nothing else happened")
+    io_full_percent: float | None = None
+    cpu_some_percent: float | None = None
+    short_of: str = Field("", description="what there is too little of now, in words")
+    waiting: int = Field(0, description="creations and starts that wait for room")
+    refused: int = Field(0, description="since the daemon's start")
+
+
 class HostReport(OpenModel):
     """What this host is and offers."""
 
@@ -597,6 +614,7 @@ class HostReport(OpenModel):
     sandboxes: dict[str, int] = Field(description="count by state")
     backends: tuple[BackendState, ...]
     features: tuple[FeatureState, ...]
+    pressure: PressureReport | None = None
 
 
 class Finding(OpenModel):

@@ -95,6 +95,7 @@ SPEC = options(
         type=click.Choice(("latency", "batch")),
         help="batch takes what CPU time latency leaves, and shares no core with it (latency).",
     ),
+    click.option("--wait", "wait_s", type=DURATION, help="How long it may wait for the host to have room (30s)."),
     LIMITS,
 )
 
@@ -111,7 +112,7 @@ def asked_limits(values: Mapping[str, Any]) -> t.Limits | None:
 
 def spec_of(image: str, given: Mapping[str, Any], argv: tuple[str, ...] | None) -> t.SandboxSpec:
     """The spec that parsed options stand for. Raises InvalidSpec."""
-    fields = {name: value for name, value in given.items() if name not in (*LIMIT_NAMES, "id", "env_file")}
+    fields = {name: value for name, value in given.items() if name not in (*LIMIT_NAMES, "id", "env_file", "wait_s")}
     fields |= {"env": {**given["env_file"], **dict(given["env"])}, "labels": dict(given["labels"])}
     fields = {name: value for name, value in fields.items() if value is not None}
     return build(t.SandboxSpec, "spec", image=image, command=argv, limits=limits_of(given), **fields)
@@ -137,7 +138,7 @@ def create(app: App, *, image: str, argv: tuple[str, ...], idempotency_key: str 
     COMMAND is started in it as exec 'main', now and at each 'dsecctl start'.
     """
     spec = spec_of(image, given, strip_dashes(argv) or None)
-    box = app.client.create(spec, id=given["id"], idempotency_key=idempotency_key)
+    box = app.client.create(spec, id=given["id"], idempotency_key=idempotency_key, wait_s=given["wait_s"])
     if app.json:
         output.document(box)
     else:

@@ -38,6 +38,8 @@ def host(app: App, *, verbose: bool) -> None:
     click.echo(
         f"{report.cpus} CPUs, {memory}, {output.size(report.disk_free_bytes)} free in {report.state_dir}"
     )
+    if report.pressure is not None:
+        click.echo(f"pressure: {_pressed(report.pressure)}")
     counts = ", ".join(f"{count} {state}" for state, count in sorted(report.sandboxes.items()) if count)
     click.echo(f"sandboxes: {counts or 'none'}")
     click.echo()
@@ -51,6 +53,15 @@ def host(app: App, *, verbose: bool) -> None:
         _explain(report.features)
     elif lacking and not app.quiet:
         click.echo(f"\nwhat to do about the {len(lacking)} that do not work: 'dsecctl host --verbose'")
+
+
+def _pressed(pressure: t.PressureReport) -> str:
+    shown = (
+        ("memory", pressure.memory_some_percent), ("memory, everything", pressure.memory_full_percent),
+        ("disk, everything", pressure.io_full_percent), ("CPU", pressure.cpu_some_percent),
+    )  # fmt: skip
+    figures = ", ".join(f"{name} {percent:g} %" for name, percent in shown if percent is not None) or "not told"
+    return f"{figures}; {pressure.short_of or 'room for new sandboxes'} (admission {pressure.admission})"
 
 
 def _explain(features: Sequence[t.FeatureState]) -> None:

@@ -57,7 +57,8 @@ def run(
     command not executable 126, not found 127, timed out 124.
     """
     argv = strip_dashes(argv) or _default_command(app, image)
-    sandbox = Sandbox.of(spec_of(image, given, argv if detach else None), id=given["id"], client=app.client)
+    spec = spec_of(image, given, argv if detach else None)
+    sandbox = Sandbox.of(spec, id=given["id"], wait_s=given["wait_s"], client=app.client)
     if detach:
         info = sandbox.create().info
         if app.json:

@@ -159,9 +159,10 @@ def stop(app: App, *, sandboxes: tuple[str, ...], grace_s: float) -> None:
 
 @command("start", example="dsecctl start web")
 @_many
-def start(app: App, *, sandboxes: tuple[str, ...]) -> None:
+@click.option("--wait", "wait_s", type=DURATION, help="How long each may wait for the host to have room (30s).")
+def start(app: App, *, sandboxes: tuple[str, ...], wait_s: float | None) -> None:
     """Run stopped sandboxes again, with the files they had."""
-    output.each(app, sandboxes, app.client.start)
+    output.each(app, sandboxes, lambda id: app.client.start(id, wait_s=wait_s))
 
 
 @command("wait", example="dsecctl wait --state running --timeout 30 web")

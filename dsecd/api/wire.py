@@ -52,7 +52,7 @@ def error_response(error: DsecError, request_id: str) -> web.Response:
     if error.http_status == HTTPStatus.METHOD_NOT_ALLOWED:
         response.headers["Allow"] = ", ".join(error.details.get("allowed", ()))
     if error.retryable:
-        response.headers["Retry-After"] = "1"
+        response.headers["Retry-After"] = str(error.details.get("retry_after_s", 1))
     return response
 
 

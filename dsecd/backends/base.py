@@ -12,7 +12,7 @@ import errno
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from dsecd.backends.agentlink.link import AgentError, AgentLink, LinkLost
 from dsecd.backends.plan import Step
@@ -34,6 +34,7 @@ class Site:
     objects_dir: Path  # file contents of all images
     launch_ns: int  # fd of a mount namespace with few mounts, to start runtimes from
     generation: int  # counts the daemon's starts
+    core_scheduling: Literal["off", "class", "sandbox"] = "off"  # as far as the kernel can
 
 
 @dataclass

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from dsecd.backends import files
 from dsecd.backends.agentlink.link import AgentError, LinkLost
@@ -38,7 +39,9 @@ class ContainerBackend:
     needs = _NEEDED
 
     def __init__(self, site: Site) -> None:
-        self._steps = ContainerSteps(site)
+        wanted = site.core_scheduling != "off"
+        self._lacks_cookies = wanted and mechanisms.by_name("core-scheduling").check().works is not True
+        self._steps = ContainerSteps(replace(site, core_scheduling="off") if self._lacks_cookies else site)
 
     def probe(self) -> BackendState:
         missing = [status for status in mechanisms.report() if status.name in _NEEDED and status.works is False]
@@ -46,7 +49,12 @@ class ContainerBackend:
         return BackendState(name=self.name, works=not missing, detail=detail)
 
     def check(self, spec: SandboxSpec) -> list[str]:
-        return self._steps.limits.check(spec.limits)
+        off = self._steps.limits.check(spec.limits)
+        if spec.cpu_class == "batch":
+            self._steps.limits.check_idle()
+        if self._lacks_cookies and self._steps.cookies.concerns(spec.cpu_class):
+            off.append("core-scheduling")
+        return off
 
     def residents(self) -> set[str]:
         return self._steps.residents()

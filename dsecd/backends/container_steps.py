@@ -14,6 +14,7 @@ from pathlib import Path
 
 from dsecd.backends.agentlink.link import connect
 from dsecd.backends.base import Box, Site, translated
+from dsecd.backends.cookies import Cookies
 from dsecd.backends.launch import Launcher
 from dsecd.backends.limits import LimitWriter
 from dsecd.backends.oomwatch import OomWatch
@@ -24,8 +25,12 @@ from libdsec import errors
 from libdsec.types import Limits
 
 _CGROUP_PREFIX = "sandbox-"
+#: All sandboxes of class batch lie in one idle cgroup: each for itself, many of them would outweigh what is not idle.
+_BATCH = "batch"
 _CONNECT_TIMEOUT_S = 15.0
 KILL_TIMEOUT_S = 10.0
+#: How long killed processes are left to end by themselves.
+_PATIENCE_S = 0.5
 #: What the kernel may take to let go of a cgroup whose processes have been waited for already.
 _GONE_TIMEOUT_S = 1.0
 #: How long a deletion waits for files to go; a tree that takes longer goes on by itself.
@@ -40,7 +45,8 @@ class ContainerSteps:
         self._disks = site.state_dir / "sandboxes"
         self._disks.mkdir(mode=0o700, parents=True, exist_ok=True)
         cgroup.create(site.cgroup_dir)
-        self._launcher = Launcher(site, self._disks)
+        self.cookies = Cookies(site.core_scheduling)
+        self._launcher = Launcher(site, self._disks, self.cookies)
         self.limits = LimitWriter(site.cgroup_dir, site.state_dir)
         self._kills = OomWatch()
         # Starting a container is mostly work of the kernel and of crun: more at once than this only queue there.
@@ -53,12 +59,15 @@ class ContainerSteps:
         places = (self._disks, launcher.runs, launcher.sockets, launcher.crun_root)
         # Names that no id has are not ours: crun keeps compiled filters in `.cache`.
         found = {path.name for place in places for path in place.iterdir() if not path.name.startswith(".")}
-        groups = {path.name for path in cgroup.children(self._site.cgroup_dir)}
+        parents = (self._site.cgroup_dir, self._site.cgroup_dir / _BATCH)
+        groups = {path.name for parent in parents for path in cgroup.children(parent)}
         return found | {name.removeprefix(_CGROUP_PREFIX) for name in groups if name.startswith(_CGROUP_PREFIX)}
 
     def cgroup(self, box: Box) -> Path:
-        """The cgroup of everything in the box."""
-        return self._site.cgroup_dir / f"{_CGROUP_PREFIX}{box.id}"
+        """The cgroup of everything in the box; of a box that is only known by its id, where it is."""
+        name = f"{_CGROUP_PREFIX}{box.id}"
+        batch = self._site.cgroup_dir / _BATCH / name
+        return batch if box.spec.cpu_class == "batch" or batch.exists() else self._site.cgroup_dir / name
 
     async def make_disk(self, box: Box) -> None:
         with translated(f"create '{box.id}'"):
@@ -82,6 +91,8 @@ class ContainerSteps:
 
     async def make_cgroup(self, box: Box) -> None:
         with translated(f"create '{box.id}'"):
+            if box.spec.cpu_class == "batch":
+                self.limits.make_idle(self._site.cgroup_dir / _BATCH)
             await in_thread(_make_cgroups, self.cgroup(box), box.uid_base)
 
     async def remove_cgroup(self, box: Box) -> None:
@@ -102,13 +113,22 @@ class ContainerSteps:
             # Who deletes has killed it already, while the record was written.
             if cgroup.populated(self.cgroup(box)):
                 await in_thread(cgroup.kill, self.cgroup(box))
-        if not await cgroup.wait_empty(self.cgroup(box), KILL_TIMEOUT_S):
+        if not await self._wait_end(box):
             raise errors.TimedOut(
                 f"end '{box.id}': processes still there {KILL_TIMEOUT_S:g} s after SIGKILL (stuck in the kernel?)",
                 hint="delete it again later; its resources stay reserved until then",
             )
         self._launcher.forget(box)
+        self.cookies.forget(box)
         box.process = None
+
+    async def _wait_end(self, box: Box) -> bool:
+        """Ending takes processor time, too, of which a busy host leaves an idle cgroup next to none."""
+        group = self.cgroup(box)
+        if await cgroup.wait_empty(group, _PATIENCE_S):
+            return True
+        with self.limits.hurried(group.parent if group.parent.name == _BATCH else None):
+            return await cgroup.wait_empty(group, KILL_TIMEOUT_S - _PATIENCE_S)
 
     async def identify_and_connect(self, box: Box) -> None:
         with translated(f"start '{box.id}'"):
@@ -139,10 +159,15 @@ class ContainerSteps:
             with translated(f"restore the cgroup of '{box.id}'"):
                 await in_thread(_make_below, self.cgroup(box), box.uid_base)
             await self.apply_limits(box)
+        if (parent := self.cgroup(box).parent).name == _BATCH:
+            # A daemon that was killed may have been hurrying.
+            self.limits.make_idle(parent)
         self._watch_kills(box)
 
     async def reconnect(self, box: Box) -> None:
         await self.restore_cgroup(box)
+        if box.process is not None:
+            self.cookies.worn(box, box.process.pid)
         with translated(f"connect to the agent of '{box.id}'"):
             box.link = await connect(
                 self._launcher.socket_path(box), generation=self._site.generation, timeout_s=_CONNECT_TIMEOUT_S,

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from dsecd.backends import files, oci
 from dsecd.backends.base import Box, Site
+from dsecd.backends.cookies import Cookies
 from dsecd.backends.userns_pool import UsernsPool
 from dsecd.linux import cgroup, mount, mountns, overlay, proc, syscalls
 
@@ -32,8 +33,9 @@ _LOG_TAIL_BYTES = 1000
 class Launcher:
     """Directories of running containers and what is done in them; safe to use from several threads."""
 
-    def __init__(self, site: Site, disks: Path) -> None:
+    def __init__(self, site: Site, disks: Path, cookies: Cookies) -> None:
         self._site = site
+        self._cookies = cookies
         self._disks = disks
         self._usernses = UsernsPool()
         self.runs = site.runtime_dir / "sandboxes"
@@ -70,7 +72,9 @@ class Launcher:
 
             mountns.enter_copy(self._site.launch_ns)
             root = self._stack(box, clones, disk)
+            self._cookies.put_on(box)
             self._run_crun(box, root, cgroup_path, fds)
+            self._cookies.worn(box, self.pid(box))
 
     def _stack(self, box: Box, clones: Sequence[int], disk: int) -> Path:
         """Mount the box's tree. Runs on a thread whose mount namespace ends with it; nobody else sees these mounts."""

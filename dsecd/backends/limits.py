@@ -12,9 +12,11 @@ contended for lie on the sandbox's top cgroup: they count among its siblings, an
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from dsecd.linux import blockdev, cgroup
@@ -63,6 +65,7 @@ class LimitWriter:
     def __init__(self, cgroup_dir: Path, state_dir: Path) -> None:
         self._dir = cgroup_dir
         self._state_dir = state_dir
+        self._hurried: Counter[Path] = Counter()
 
     def _available(self) -> frozenset[str]:
         return cgroup.controllers(self._dir) & frozenset(_WANTED)
@@ -108,23 +111,50 @@ class LimitWriter:
         """Raise FeatureMissing for a limit asked for that the kernel lacks; name the default ones that are off."""
         available = self._available()
         if limits != Limits():
-            self._refuse_missing(self.attributes(limits), available)
+            self._refuse_missing("limit", self.attributes(limits), available)
         return [] if "pids" in available else ["pids.max"]
 
-    def _refuse_missing(self, asked: Iterable[str], available: frozenset[str]) -> None:
+    def check_idle(self) -> None:
+        """Raise FeatureMissing where no cgroup can be told to run only when nobody else does."""
+        self._refuse_missing("class batch, which needs", ("cpu.idle",), self._available())
+
+    def make_idle(self, group: Path) -> None:
+        """Make a cgroup that runs only when its siblings do not, for many sandboxes. Raises cgroup.AttributeRefused."""
+        cgroup.create(group)
+        cgroup.enable(self._dir, self._available())
+        if group not in self._hurried:
+            cgroup.write(group, "cpu.idle", 1)
+
+    @contextlib.contextmanager
+    def hurried(self, group: Path | None) -> Iterator[None]:
+        """Let an idle cgroup compete like any sandbox meanwhile."""
+        if group is None:
+            yield
+            return
+        self._hurried[group] += 1
+        try:
+            cgroup.write(group, "cpu.idle", 0)
+            yield
+        finally:
+            self._hurried[group] -= 1
+            if not self._hurried[group]:
+                del self._hurried[group]
+                cgroup.write(group, "cpu.idle", 1)
+
+    def _refuse_missing(self, doing: str, asked: Iterable[str], available: frozenset[str]) -> None:
         names = sorted(asked)
         missing = sorted({controller_of(name) for name in names} - available)
         if missing:
             lost = ", ".join(name for name in names if controller_of(name) in missing)
             raise errors.FeatureMissing(
-                f"limit {lost}: this host has no cgroup v2 controller {', '.join(missing)} for sandboxes",
+                f"{doing} {lost}: this host has no cgroup v2 controller {', '.join(missing)} for sandboxes",
                 hint=_HINT, feature=f"cgroup-{missing[0]}",
             )  # fmt: skip
         # A kernel may be built with a controller and without one of its files: our own cgroup shows which it has.
         absent = [name for name in names if not (self._dir / name).exists()]
         if absent:
             raise errors.FeatureMissing(
-                f"limit {', '.join(absent)}: this kernel has no such cgroup attribute", hint=_HINT, feature=absent[0]
+                f"{doing} {', '.join(absent)}: this kernel has no such cgroup attribute", hint=_HINT, feature=absent[0]
             )
 
     async def apply(self, sandbox: Path, limits: Limits) -> None:

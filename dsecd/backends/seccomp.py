@@ -22,6 +22,8 @@ _LOW32 = 0xFFFFFFFF
 
 # include/uapi/linux/sched.h: every flag of clone(2) that makes a namespace.
 _CLONE_NEW = 0x7E020000
+# include/uapi/linux/prctl.h
+_PR_SCHED_CORE = 62
 # include/uapi/linux/socket.h
 _AF_UNIX, _AF_INET, _AF_INET6, _AF_NETLINK = 1, 2, 10, 16
 # include/uapi/linux/in.h. Asking for a protocol loads its module; these have had holes that anybody could reach, and
@@ -72,7 +74,7 @@ _ALLOWED = [
     "mq_notify", "mq_open", "mq_timedreceive", "mq_timedsend", "mq_unlink", "mremap", "mseal", "msgctl",
     "msgget", "msgrcv", "msgsnd", "msync", "munlock", "munlockall", "munmap", "nanosleep", "newfstatat",
     "open", "openat", "openat2", "pause", "pidfd_getfd", "pidfd_open", "pidfd_send_signal", "pipe",
-    "pipe2", "pkey_alloc", "pkey_free", "pkey_mprotect", "poll", "ppoll", "prctl", "pread64", "preadv",
+    "pipe2", "pkey_alloc", "pkey_free", "pkey_mprotect", "poll", "ppoll", "pread64", "preadv",
     "preadv2", "process_madvise", "process_mrelease", "process_vm_readv",
     "process_vm_writev", "pselect6", "ptrace", "pwrite64", "pwritev", "pwritev2", "read", "readahead",
     "readlink", "readlinkat", "readv", "recvfrom", "recvmmsg", "recvmsg", "remap_file_pages",
@@ -133,14 +135,13 @@ def _clone_rules() -> list[dict[str, Any]]:
     return [_allow(["clone"], _masked(0, _CLONE_NEW, 0)), *refused]
 
 
-def _prlimit_rules() -> list[dict[str, Any]]:
-    """prlimit64(2) for any process but the agent, number 1: whoever has the same uid may set its limits.
+def _all_but(name: str, index: int, value: int) -> list[dict[str, Any]]:
+    """A call unless the low 32 bits of an argument are ``value``, which is refused.
 
-    A number is not 1 if it is 0 or has another bit set than the lowest; a comparison by "not equal" is one of 64 bits.
+    A number is another one if one of its bits is; a comparison by "not equal" is one of 64 bits.
     """
-    others = (_allow(["prlimit64"], _masked(0, 1 << bit, 1 << bit)) for bit in range(1, 32))
-    itself, agent = _masked(0, _LOW32, 0), _masked(0, _LOW32, 1)
-    return [_allow(["prlimit64"], itself), *others, _refuse(["prlimit64"], _EPERM, agent)]
+    others = (_allow([name], _masked(index, 1 << bit, ~value & 1 << bit)) for bit in range(32))
+    return [*others, _refuse([name], _EPERM, _masked(index, _LOW32, value))]
 
 
 def _socket_rules() -> list[dict[str, Any]]:
@@ -168,7 +169,10 @@ def profile() -> dict[str, Any]:
             *_clone_rules(),
             *(_allow(["ioctl"], _masked(1, _LOW32, command)) for command in _IOCTLS),
             *_socket_rules(),
-            *_prlimit_rules(),
+            # The agent, process 1: whoever has the same uid may set its limits.
+            *_all_but("prlimit64", 0, 1),
+            # A cookie of one's own keeps everybody else off the sibling of whatever core one runs on.
+            *_all_but("prctl", 0, _PR_SCHED_CORE),
             # PER_LINUX, and the query 0xffffffff; the others change what the kernel does with addresses and exec.
             *(_allow(["personality"], _masked(0, _LOW32, value)) for value in (0x0, 0x0008, 0x20000, 0x20008, _LOW32)),
         ],

@@ -19,9 +19,18 @@ import psutil
 
 from dsecd import __version__
 from dsecd.backends.base import Backend
+from dsecd.core.admission import Admission
 from dsecd.linux import mechanisms
 from dsecd.linux.feature import FeatureStatus
-from libdsec.types import BackendState, DoctorReport, FeatureState, Finding, HostReport, VersionInfo
+from libdsec.types import (
+    BackendState,
+    DoctorReport,
+    FeatureState,
+    Finding,
+    HostReport,
+    PressureReport,
+    VersionInfo,
+)
 
 #: Below these the daemon will soon have to refuse work.
 DISK_FREE_MIN_BYTES = 2 << 30
@@ -41,6 +50,7 @@ class Sources:
     counts: Callable[[], dict[str, int]]  # sandboxes by state
     residue: Callable[[], Sequence[Finding]]  # left-overs
     id_collisions: Callable[[], Sequence[str]]  # who else uses the sandboxes' ids; blocks
+    admission: Admission
 
 
 class Host:
@@ -74,6 +84,7 @@ class Host:
             sandboxes=self._sources.counts(),
             backends=tuple(backends),
             features=tuple(_feature(status) for status in features),
+            pressure=_pressure(self._sources.admission),
         )
 
     async def doctor(self) -> DoctorReport:
@@ -93,6 +104,7 @@ class Host:
         ]
         findings += [Finding(check=f"backend {b.name}", ok=b.works, detail=b.detail) for b in backends]
         findings += [_disk(self._sources.state_dir), _open_files(), _ids(collisions)]
+        findings.append(_room(_pressure(self._sources.admission)))
         findings += self._sources.residue()
         return DoctorReport(findings=tuple(findings))
 
@@ -114,6 +126,29 @@ def missing(required: Sequence[str]) -> list[str]:
         if status.works is not True:
             faults.append(f"require {name!r}: {status.reason}" + (f" (hint: {status.hint})" if status.hint else ""))
     return faults
+
+
+def _pressure(admission: Admission) -> PressureReport:
+    reading = admission.look()
+    figures = {f"{name}_percent": round(percent, 1) for name, percent in reading.figures.items()}
+    return PressureReport(
+        admission=admission.mode, short_of=str(reading.shortage or ""), waiting=admission.waiting,
+        refused=admission.refused,
+        **{name: value for name, value in figures.items() if name in PressureReport.model_fields},
+    )  # fmt: skip
+
+
+def _room(pressure: PressureReport) -> Finding:
+    hint = ""
+    if pressure.memory_some_percent is None:
+        hint = "boot with psi=1; until then new sandboxes are admitted by available memory alone"
+    elif pressure.short_of:
+        hint = "stop or delete sandboxes, give the host more memory, or change 'admission' in dsecd.toml"
+    state = pressure.short_of or "the host has room for new sandboxes"
+    return Finding(
+        check="pressure", ok=not hint, needed=False, hint=hint,
+        detail=f"admission is {pressure.admission}; {state}; {pressure.waiting} wait, {pressure.refused} refused",
+    )  # fmt: skip
 
 
 def _feature(status: FeatureStatus) -> FeatureState:

@@ -95,8 +95,8 @@ class Registry:
             )
         return live
 
-    def admit(self, principal: Principal, request: CreateRequest) -> Live:
-        """Reserve id, key and id range; no waiting in here, so equal requests at the same time meet the first one."""
+    def examine(self, request: CreateRequest) -> tuple[list[str], tuple[str, ...]]:
+        """Raise what keeps it from ever being made; else default protections that will be off, and its layers."""
         spec = request.spec
         backend = self._backends.get(spec.backend)
         if backend is None:
@@ -104,15 +104,19 @@ class Registry:
                 f"create with backend '{spec.backend}': this daemon has {', '.join(sorted(self._backends))}",
                 hint="run 'dsecctl host' to see what this host offers", feature=f"backend-{spec.backend}",
             )  # fmt: skip
-        sandbox_id = request.id or self._new_id()
-        if sandbox_id in self._lives:
-            since = self._lives[sandbox_id].record.to_wire().created_at
+        if (existing := self._lives.get(request.id or "")) is not None:
+            since = existing.record.to_wire().created_at
             raise errors.AlreadyExists(
-                f"create '{sandbox_id}': sandbox exists since {since:%Y-%m-%d %H:%M}",
-                hint=f"choose another id or 'dsecctl rm {sandbox_id}'",
+                f"create '{request.id}': sandbox exists since {since:%Y-%m-%d %H:%M}",
+                hint=f"choose another id or 'dsecctl rm {request.id}'",
             )
-        off = backend.check(spec)
-        layers = self._compose(spec)
+        return backend.check(spec), self._compose(spec)
+
+    def admit(self, principal: Principal, request: CreateRequest) -> Live:
+        """Reserve id, key and id range; no waiting in here, so equal requests at the same time meet the first one."""
+        spec = request.spec
+        off, layers = self.examine(request)
+        sandbox_id = request.id or self._new_id()
         now = time.time()
         record = Record(
             id=sandbox_id, owner_uid=principal.uid, spec=spec, layers=layers, range_index=self._ranges.take(),
@@ -140,4 +144,4 @@ class Registry:
 
 
 def _digest(request: CreateRequest) -> str:
-    return hashlib.sha256(request.model_dump_json(exclude={"idempotency_key"}).encode()).hexdigest()
+    return hashlib.sha256(request.model_dump_json(exclude={"idempotency_key", "wait_s"}).encode()).hexdigest()

@@ -17,6 +17,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from dsecd.core import translate
+from dsecd.core.admission import Admission
 from dsecd.core.lifecycle import Lifecycle
 from dsecd.core.live import Live
 from dsecd.core.operations import Report
@@ -46,11 +47,17 @@ _BATCH_REPORT_S = 0.5
 class Sandboxes:
     """All sandboxes of this host."""
 
-    def __init__(self, registry: Registry, lifecycle: Lifecycle, tasks: Tasks, *, parallel: int) -> None:
+    def __init__(
+        self, registry: Registry, lifecycle: Lifecycle, tasks: Tasks, admission: Admission, *, parallel: int,
+        wait_s: float = 30.0, batch_wait_s: float = 600.0,
+    ) -> None:  # fmt: skip
+        """``wait_s``: how long one waits for the host to have room that does not say, alone and in a batch."""
         self._registry = registry
         self._lifecycle = lifecycle
         self._tasks = tasks
+        self._admission = admission
         self._parallel = parallel
+        self._wait_s, self._batch_wait_s = wait_s, batch_wait_s
 
     def counts(self) -> dict[str, int]:
         """How many there are in each state."""
@@ -60,8 +67,15 @@ class Sandboxes:
         """The daemon ends: they go on, and their ends are the next daemon's business."""
         self._lifecycle.watch.stop_all(self._registry.all())
 
-    async def create(self, principal: Principal, request: CreateRequest) -> Sandbox:
+    async def create(self, principal: Principal, request: CreateRequest, *, wait_s: float | None = None) -> Sandbox:
         live = self._registry.of_key(principal, request)
+        if live is None and not self._admission.is_open():
+            self._registry.examine(request)  # what cannot be made need not wait
+            patience_s = self._wait_s if wait_s is None else wait_s
+            await self._admission.enter(
+                f"create '{request.id or request.spec.image}'", patience_s if request.wait_s is None else request.wait_s
+            )
+            live = self._registry.of_key(principal, request)
         if live is None:
             live = self._registry.admit(principal, request)
             live.creation = self._tasks.spawn(f"create {live.id}", self._lifecycle.create(live))
@@ -79,7 +93,7 @@ class Sandboxes:
             nonlocal done, failed, reported
             async with gate:
                 try:
-                    result = BatchItem(sandbox=await self.create(principal, item))
+                    result = BatchItem(sandbox=await self.create(principal, item, wait_s=self._batch_wait_s))
                 except errors.DsecError as error:
                     result = BatchItem(error=ErrorBody.model_validate(error.to_wire()))
                     failed += 1
@@ -155,8 +169,10 @@ class Sandboxes:
         await _to_its_end(self._tasks, f"stop {sandbox_id}", self._lifecycle.stop(live, request.grace_s))
         return live.record.to_wire()
 
-    async def start(self, principal: Principal, sandbox_id: str) -> Sandbox:
+    async def start(self, principal: Principal, sandbox_id: str, wait_s: float | None = None) -> Sandbox:
         live = self._registry.find(principal, sandbox_id, "start")
+        if live.record.state not in (State.RUNNING, State.PAUSED):
+            await self._admission.enter(f"start '{sandbox_id}'", self._wait_s if wait_s is None else wait_s)
         await _to_its_end(self._tasks, f"start {sandbox_id}", self._lifecycle.start(live))
         return live.record.to_wire()
 

@@ -96,12 +96,19 @@ class AsyncSandboxCalls(AsyncTransport):
     """Sandboxes."""
 
     async def create(
-        self, spec: t.SandboxSpec, *, id: str | None = None, idempotency_key: str | None = None
+        self,
+        spec: t.SandboxSpec,
+        *,
+        id: str | None = None,
+        idempotency_key: str | None = None,
+        wait_s: float | None = None,
     ) -> t.Sandbox:
-        """Create a sandbox and start it. Carries a key always, so that a repeated request makes no second one."""
-        request = c.build(
-            t.CreateRequest, "", spec=spec, id=id, idempotency_key=idempotency_key or c.new_key()
-        )
+        """Create a sandbox and start it. Carries a key always, so that a repeated request makes no second one.
+
+        Raises NoCapacity when the host has had no room for it for ``wait_s`` (default: the daemon's, 30 s).
+        """
+        key = idempotency_key or c.new_key()
+        request = c.build(t.CreateRequest, "", spec=spec, id=id, idempotency_key=key, wait_s=wait_s)
         return c.parse(t.Sandbox, await self.request("create", body=request), "create")
 
     async def create_batch(
@@ -174,9 +181,10 @@ class AsyncSandboxCalls(AsyncTransport):
         request = c.build(t.StopRequest, "", grace_s=grace_s)
         return c.parse(t.Sandbox, await self.request("stop", body=request, id=id), "stop")
 
-    async def start(self, id: str) -> t.Sandbox:
-        """Run a stopped sandbox again."""
-        return c.parse(t.Sandbox, await self.request("start", id=id), "start")
+    async def start(self, id: str, *, wait_s: float | None = None) -> t.Sandbox:
+        """Run a stopped sandbox again. Raises NoCapacity when the host has had no room for it for ``wait_s``."""
+        data = await self.request("start", query={"wait_s": wait_s}, id=id)
+        return c.parse(t.Sandbox, data, "start")
 
     async def pause(self, id: str) -> t.Sandbox:
         """Freeze its processes."""

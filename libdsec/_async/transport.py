@@ -98,7 +98,8 @@ class AsyncTransport:
     def patience_s(self, exc: DsecError, name: str) -> float:
         """For how long after its first attempt a request that failed so is repeated."""
         if isinstance(exc, NoCapacity):
-            return self.retry_s if exc.retryable else 0
+            # One that the daemon had wait for room has waited for as long as its caller wanted.
+            return self.retry_s if exc.retryable and "waited_s" not in exc.details else 0
         if exc.details.get("gave_up") or (exc.details.get("sent", True) and name not in c.REPEATABLE):
             return 0
         return self.retry_s if self._answered else self.connect_wait_s

@@ -97,12 +97,19 @@ class SandboxCalls(Transport):
     """Sandboxes."""
 
     def create(
-        self, spec: t.SandboxSpec, *, id: str | None = None, idempotency_key: str | None = None
+        self,
+        spec: t.SandboxSpec,
+        *,
+        id: str | None = None,
+        idempotency_key: str | None = None,
+        wait_s: float | None = None,
     ) -> t.Sandbox:
-        """Create a sandbox and start it. Carries a key always, so that a repeated request makes no second one."""
-        request = c.build(
-            t.CreateRequest, "", spec=spec, id=id, idempotency_key=idempotency_key or c.new_key()
-        )
+        """Create a sandbox and start it. Carries a key always, so that a repeated request makes no second one.
+
+        Raises NoCapacity when the host has had no room for it for ``wait_s`` (default: the daemon's, 30 s).
+        """
+        key = idempotency_key or c.new_key()
+        request = c.build(t.CreateRequest, "", spec=spec, id=id, idempotency_key=key, wait_s=wait_s)
         return c.parse(t.Sandbox, self.request("create", body=request), "create")
 
     def create_batch(
@@ -175,9 +182,10 @@ class SandboxCalls(Transport):
         request = c.build(t.StopRequest, "", grace_s=grace_s)
         return c.parse(t.Sandbox, self.request("stop", body=request, id=id), "stop")
 
-    def start(self, id: str) -> t.Sandbox:
-        """Run a stopped sandbox again."""
-        return c.parse(t.Sandbox, self.request("start", id=id), "start")
+    def start(self, id: str, *, wait_s: float | None = None) -> t.Sandbox:
+        """Run a stopped sandbox again. Raises NoCapacity when the host has had no room for it for ``wait_s``."""
+        data = self.request("start", query={"wait_s": wait_s}, id=id)
+        return c.parse(t.Sandbox, data, "start")
 
     def pause(self, id: str) -> t.Sandbox:
         """Freeze its processes."""

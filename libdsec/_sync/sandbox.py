@@ -82,9 +82,9 @@ class Life:
         """End its processes (SIGTERM, ``grace_s`` seconds later SIGKILL) and keep its files."""
         return self._keep(self.client.stop(self.id, grace_s=grace_s))
 
-    def start(self) -> t.Sandbox:
-        """Run it again after ``stop``."""
-        return self._keep(self.client.start(self.id))
+    def start(self, *, wait_s: float | None = None) -> t.Sandbox:
+        """Run it again after ``stop``; waits up to ``wait_s`` for the host to have room."""
+        return self._keep(self.client.start(self.id, wait_s=wait_s))
 
     def update(
         self,
@@ -143,6 +143,7 @@ class Sandbox(Life, Files):
         labels: Mapping[str, str] | None = None,
         id: str | None = None,
         idempotency_key: str | None = None,
+        wait_s: float | None = None,
         client: Client | None = None,
         **more: Unpack[SpecOptions],
     ) -> None:
@@ -158,11 +159,14 @@ class Sandbox(Life, Files):
             labels=dict(labels or {}),
             **more,
         )
-        self._wish(spec, id, idempotency_key)
+        self._wish(spec, id, idempotency_key, wait_s)
         self._connect(client)
 
-    def _wish(self, spec: t.SandboxSpec | None, id: str | None, idempotency_key: str | None) -> None:
+    def _wish(
+        self, spec: t.SandboxSpec | None, id: str | None, idempotency_key: str | None, wait_s: float | None = None
+    ) -> None:
         self._spec = spec
+        self._wait_s = wait_s
         # With a key of the caller's own the request must be the same each time, so no id is made up for it.
         self._id = id or (None if idempotency_key else new_sandbox_id())
         self._id_is_ours = id is None and idempotency_key is None
@@ -194,11 +198,12 @@ class Sandbox(Life, Files):
         *,
         id: str | None = None,
         idempotency_key: str | None = None,
+        wait_s: float | None = None,
         client: Client | None = None,
     ) -> Self:
         """One to be created from a finished spec."""
         self = cls.__new__(cls)
-        self._wish(spec, id, idempotency_key)
+        self._wish(spec, id, idempotency_key, wait_s)
         self._connect(client)
         return self
 
@@ -207,7 +212,9 @@ class Sandbox(Life, Files):
         if self._info is not None or self._spec is None:
             return self
         try:
-            self._info = self.client.create(self._spec, id=self._id, idempotency_key=self._key)
+            self._info = self.client.create(
+                self._spec, id=self._id, idempotency_key=self._key, wait_s=self._wait_s
+            )
         except DsecError:
             raise
         except BaseException:

@@ -322,6 +322,8 @@ def test_what_the_host_lacks_is_refused_by_name(client: Client) -> None:
         pytest.skip("this host has the memory controller: limits are proved by the limit tests there")
     with pytest.raises(FeatureMissing, match=r"limit memory\.max: this host has no cgroup v2 controller memory"):
         client.create(spec(limits=Limits(memory_max_bytes=1 << 28)))
+    with pytest.raises(FeatureMissing, match=r"class batch, which needs cpu\.idle: this host has no .* controller cpu"):
+        client.create(spec(cpu_class="batch"))
     assert "pids.max" in client.create(spec()).off
     with pytest.raises(FeatureMissing, match="create with backend 'microvm'"):
         client.create(spec(backend="microvm"))

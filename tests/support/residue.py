@@ -53,7 +53,8 @@ def mounts(directories: list[Path]) -> list[str]:
 
 def cgroups(directory: Path) -> list[str]:
     """Cgroups below the daemon's."""
-    return [f"cgroup {path}" for path in sorted(directory.glob("*")) if path.is_dir() and path.name != "daemon"]
+    groups = [*directory.glob("*"), *directory.glob("batch/*")]
+    return [f"cgroup {path}" for path in sorted(groups) if path.is_dir() and path.name not in ("daemon", "batch")]
 
 
 def files(state: Path, runtime: Path) -> list[str]:

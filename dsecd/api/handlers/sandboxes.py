@@ -14,13 +14,22 @@ from dsecd.api.call import Call
 from dsecd.api.router import Handler
 from dsecd.core.operations import Report
 from libdsec import types as t
+from libdsec.errors import InvalidSpec
 
 #: Sandboxes on one page of a list, when the client does not say.
 PAGE = 1000
+#: How long one creation may wait for room, within the time of its route.
+MAX_WAIT_S = 110.0
 
 
 async def create(call: Call) -> BaseModel:
-    return await call.core.sandboxes.create(call.principal, call.json(t.CreateRequest))
+    request = call.json(t.CreateRequest)
+    if request.wait_s is not None and request.wait_s > MAX_WAIT_S:
+        raise InvalidSpec(
+            f"create: wait_s: at most {MAX_WAIT_S:g} s, a batch may wait longer",
+            errors=[{"path": "wait_s", "message": f"must be at most {MAX_WAIT_S:g}"}],
+        )
+    return await call.core.sandboxes.create(call.principal, request)
 
 
 async def create_batch(call: Call) -> BaseModel:
@@ -64,7 +73,8 @@ async def stop(call: Call) -> BaseModel:
 
 
 async def start(call: Call) -> BaseModel:
-    return await call.core.sandboxes.start(call.principal, call.id)
+    wait_s = call.seconds("wait_s") if "wait_s" in call.query else None
+    return await call.core.sandboxes.start(call.principal, call.id, wait_s)
 
 
 async def pause(call: Call) -> BaseModel:

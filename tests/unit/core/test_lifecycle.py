@@ -17,10 +17,12 @@ import pytest
 from dsecd.backends.base import Backend, Box
 from dsecd.backends.plan import Step
 from dsecd.core import reconcile, records
+from dsecd.core.admission import Admission
 from dsecd.core.events import Events
 from dsecd.core.images.store import ImageStore
 from dsecd.core.lifecycle import Lifecycle
 from dsecd.core.live import Defaults, Live
+from dsecd.core.pressure import Gauge, Thresholds
 from dsecd.core.principal import from_peer
 from dsecd.core.records import Record
 from dsecd.core.registry import Registry
@@ -184,7 +186,8 @@ def test_an_update_that_waited_for_a_deletion_finds_nothing(tmp_path: Path) -> N
         live = host.live()
         await host.lifecycle.create(live)
         registry = cast(Registry, _Only(live))
-        sandboxes = Sandboxes(registry, host.lifecycle, host.tasks, parallel=1)
+        door = Admission(Gauge(Thresholds()), host.tasks, mode="off", max_waiting=0, tell=lambda _short: None)
+        sandboxes = Sandboxes(registry, host.lifecycle, host.tasks, door, parallel=1)
         async with live.lock:
             deletion = asyncio.ensure_future(host.lifecycle.delete(live, "user"))
             await asyncio.sleep(0.05)

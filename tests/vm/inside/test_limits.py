@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs inside the test host: limits of sandboxes of the installed daemon, read back from the kernel."""
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -262,3 +263,12 @@ def test_reading_and_writing_are_held_to_their_rates_or_refused_by_name(client: 
 def test_a_share_of_the_disk_that_nobody_gives_is_refused_by_name(client: Client) -> None:
     with pytest.raises(FeatureMissing, match="io_weight: nothing divides the time of disk"):
         _sandbox(client, io_weight=50).create()
+
+
+def test_what_the_kernel_lacks_of_a_class_is_told(client: Client) -> None:
+    lacks = ctypes.CDLL(None).prctl(62, 0, 0, 0, ctypes.byref(ctypes.c_ulong())) != 0  # PR_SCHED_CORE_GET
+    with Sandbox(image=_IMAGE, cpu_class="batch", client=client) as sandbox:
+        assert client.inspect(sandbox.id).off == (("core-scheduling",) if lacks else ())
+        assert (_top(sandbox).parent / "cpu.idle").read_text() == "1\n"
+    with Sandbox(image=_IMAGE, client=client) as sandbox:
+        assert client.inspect(sandbox.id).off == ()

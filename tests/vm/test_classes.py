@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Classes latency and batch where the kernel has core scheduling, and admission by pressure: in the guest."""
+
+from tests.vm.host import VmHost
+from tests.vm.inside import run_pytest
+
+
+def test_classes_keep_apart(dsec_sched_core_vm: VmHost) -> None:
+    run_pytest(dsec_sched_core_vm, "test_classes.py")
+
+
+def test_pressure_is_felt(dsec_sched_core_vm: VmHost) -> None:
+    run_pytest(dsec_sched_core_vm, "test_pressure.py")
