@@ -189,6 +189,10 @@ def test_no_capacity_is_waited_out_and_bounded(daemon: FakeDaemon, client: Clien
     daemon.faults["create"] = [NoCapacity("start 'big': no room"), NoCapacity("start 'big': no room")]
     client.create(t.SandboxSpec(image="debian:trixie"))
     assert len(calls(daemon, "create")) == 3
+    # One that the daemon had wait for room has waited long enough.
+    daemon.faults["create"] = [NoCapacity("create 'big': the host is short of memory", waited_s=30.0)]
+    with pytest.raises(NoCapacity):
+        client.create(t.SandboxSpec(image="debian:trixie"))
     daemon.faults["create"] = [NoCapacity("start 'big': no room", retryable=False)]
     with pytest.raises(NoCapacity):
         client.create(t.SandboxSpec(image="debian:trixie"))
