@@ -52,7 +52,9 @@ class Fatal(Refused):
 
 def integer(low: int, high: int) -> Check:
     def check(value: Any, name: str) -> None:
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise Refused(bad_json(f"invalid type: `{value}` for `{name}`, expected an integer"))
+        if not low <= value <= high:
             raise Refused(bad_json(f"invalid value: `{value}` for `{name}`, expected {low} to {high}"))
 
     return check
@@ -529,7 +531,9 @@ def serve(sock: socket.socket, machine: Machine) -> None:
             size = int(value) if name.lower() == "content-length" else size
         if size > BODY_LIMIT:
             words = f"Request payload with size {size} is larger than the limit of {BODY_LIMIT} allowed by server."
-            sock.sendall(answer(400, {"error": words}))
+            # The line end in the middle is the real one's, which so makes no JSON here.
+            text = f'{{ "error": "{words}\nAll previous unanswered requests will be dropped." }}'
+            sock.sendall(answer(400, text.encode()))
             return
         content = stream.read(size)
         fault = SCENARIO.get("faults", {}).get(f"{method} {target}")

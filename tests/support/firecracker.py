@@ -162,14 +162,14 @@ def ask(api: Path, method: str, target: str, found: Any = None) -> tuple[int, An
             os.close(here)
         length = "" if method == "GET" else f"Content-Length: {len(content)}\r\n"
         sock.sendall(f"{method} {target} HTTP/1.1\r\nHost: t\r\n{length}\r\n".encode() + content)
-        stream = sock.makefile("rb")
-        status = int(stream.readline().split()[1])
-        size = 0
-        while (line := stream.readline().strip()) != b"":
-            name, _, value = line.partition(b":")
-            size = int(value) if name.lower() == b"content-length" else size
-        body = stream.read(size)
-    return status, json.loads(body) if body else None
+        with sock.makefile("rb") as stream:
+            status = int(stream.readline().split()[1])
+            size = 0
+            while (line := stream.readline().strip()) != b"":
+                name, _, value = line.partition(b":")
+                size = int(value) if name.lower() == b"content-length" else size
+            body = stream.read(size)
+    return status, json.loads(body, strict=False) if body else None
 
 
 def tiny_kernel(path: Path, code: bytes) -> Path:

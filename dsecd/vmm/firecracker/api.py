@@ -165,7 +165,8 @@ def _is_digits(text: str, most: int) -> bool:
 
 def _json(content: bytes) -> Any:
     try:
-        return json.loads(content)
+        # Not strict: the HTTP server's own errors hold line ends as they are.
+        return json.loads(content, strict=False)
     # RecursionError: brackets nested deeper than the parser's stack.
     except (ValueError, RecursionError):
         return None
