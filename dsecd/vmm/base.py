@@ -132,3 +132,7 @@ class Driver(Protocol):
         """Remove what the driver made outside of ``place.rundir`` for a machine whose processes are gone; absent is
         fine. Blocks. Runs in a thread."""
         ...
+
+    def residents(self) -> set[str]:
+        """Ids of all machines of which there is something outside of their ``rundir``."""
+        ...

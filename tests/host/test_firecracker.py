@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from dsecd.linux import pidfd
+from dsecd.linux import mechanisms, pidfd
 from dsecd.vmm.base import Place, Snapshot, VmmError
 from dsecd.vmm.firecracker import driver as driver_module
 from dsecd.vmm.firecracker import install
@@ -33,7 +33,17 @@ from dsecd.vmm.firecracker.errors import (
     StartFailed,
     TooOld,
 )
-from tests.support.firecracker import LAYER, House, ask, end, fakes, house, only_process_of, processes_of
+from tests.support.firecracker import (
+    LAYER,
+    House,
+    ask,
+    end,
+    fakes,
+    house,
+    only_process_of,
+    processes_of,
+    tiny_kernel,
+)
 
 GREETING = b"the guest speaks first\n"
 
@@ -454,7 +464,8 @@ def test_programs_that_are_not_there_leave_nothing(h: House) -> None:
     with pytest.raises(FileNotFoundError):
         h.start(place, h.machine())
     assert h.left_of(place) == []
-    assert h.driver.probe().works is False
+    probe = h.driver.probe()
+    assert (probe.works, probe.detail) == (False, f"{programs.jailer} is not installed")
 
 
 @pytest.mark.parametrize("missing", ["kernel", "layer", "disk"])
@@ -581,7 +592,6 @@ def test_what_is_installed_must_fit(tmp_path: Path, firecracker: str, jailer: st
     program = _program(tmp_path / "firecracker", firecracker)
     _program(tmp_path / "jailer", jailer)
     programs = install.find(program)
-    assert programs is not None
     if not fault:
         assert install.check(programs) == "1.16.1"
         return
@@ -589,3 +599,22 @@ def test_what_is_installed_must_fit(tmp_path: Path, firecracker: str, jailer: st
         install.check(programs)
 
 
+
+
+def test_only_an_uncompressed_kernel_will_do(tmp_path: Path) -> None:
+    (tmp_path / "vmlinuz").write_bytes(b"MZ" + b"\0" * 1000)
+    with pytest.raises(ValueError, match=r"boots uncompressed kernels, and .*/vmlinuz is none: install "):
+        install.check_kernel(tmp_path / "vmlinuz")
+    install.check_kernel(tiny_kernel(tmp_path / "vmlinux", b""))
+    with pytest.raises(FileNotFoundError):
+        install.check_kernel(tmp_path / "missing")
+
+
+def test_the_probe_wants_kvm_that_runs_guests(h: House) -> None:
+    probe = h.driver.probe()
+    kvm = mechanisms.by_name("kvm").probe()
+    if kvm.works:
+        assert (probe.works, probe.detail) == (True, "Firecracker 1.16.1 with kvm")
+    else:
+        assert probe.works is False
+        assert probe.detail.startswith("Firecracker 1.16.1 needs KVM: ")

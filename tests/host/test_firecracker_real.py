@@ -42,7 +42,7 @@ from tests.support.firecracker import (
 def programs() -> Programs:
     configured = os.environ.get("DSEC_FIRECRACKER")
     found = install.find(Path(configured) if configured else None)
-    if found is None or not found.firecracker.exists():
+    if not (found.firecracker.exists() and found.jailer.exists()):
         pytest.skip("there is no Firecracker here: neither in PATH nor where DSEC_FIRECRACKER says")
     return found
 

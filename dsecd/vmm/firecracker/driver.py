@@ -17,7 +17,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
 from dsecd.linux import cgroup, mountns, pidfd, proc, syscalls
@@ -54,16 +54,19 @@ class Firecracker:
 
     name = "firecracker"
 
-    def __init__(self, programs: Programs, jails: Path, launch_ns: int) -> None:
-        """``jails`` is on a disk, the one that snapshots go to; ``launch_ns`` a mount namespace with few mounts."""
+    def __init__(self, programs: Programs, jails: Path, launch_ns: int, kernel: Callable[[], Path]) -> None:
+        """``jails`` is on a disk, the one that snapshots go to; ``launch_ns`` a mount namespace with few mounts;
+        ``kernel`` finds what guests boot."""
         jails.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._programs = programs
         self._jails = jails
         self._launch_ns = launch_ns
+        self._kernel = kernel
 
     def probe(self) -> Probe:
         try:
             found = install.check(self._programs)
+            install.check_kernel(self._kernel())
         except (OSError, proc.ProcessFailed, ValueError) as error:
             return Probe(works=False, detail=str(error))
         kvm = by_name("kvm").check()
@@ -154,6 +157,10 @@ class Firecracker:
             if _uid_of(pid) == place.uid:
                 return pidfd.identify(pid)
         return None
+
+    def knows(self, place: Place) -> bool:
+        """Whether there is anything of this machine."""
+        return self._jail(place).directory.exists()
 
     def residents(self) -> set[str]:
         return {path.name for path in self._jails.iterdir()}

@@ -15,18 +15,29 @@ from dsecd.vmm.firecracker.jail import Programs
 
 _TIMEOUT_S = 10.0
 _NAMES = ("firecracker", "jailer")
+_USUAL = Path("/usr/local/bin")
 
 
-def find(firecracker: Path | None = None) -> Programs | None:
-    """The two programs: beside each other as configured, else in the usual places; None when there are none."""
+def find(firecracker: Path | None = None) -> Programs:
+    """The two programs: beside each other as configured, else in the usual places, where there may be none."""
     if firecracker is not None:
         return Programs(firecracker, firecracker.with_name("jailer"))
-    found = [shutil.which(name, path=proc.MINIMAL_ENV["PATH"]) for name in _NAMES]
-    return Programs(Path(found[0]), Path(found[1])) if found[0] and found[1] else None
+    found = [Path(shutil.which(name, path=proc.MINIMAL_ENV["PATH"]) or _USUAL / name) for name in _NAMES]
+    return Programs(found[0], found[1])
+
+
+def check_kernel(kernel: Path) -> None:
+    """Raise ValueError for a kernel that Firecracker does not boot, OSError when there is none.  Blocks."""
+    with kernel.open("rb") as file:
+        if file.read(4) != b"\x7fELF":
+            raise ValueError(f"Firecracker boots uncompressed kernels, and {kernel} is none: install dsec-guest-kernel")
 
 
 def check(programs: Programs) -> str:
     """The release of both.  Blocks.  Raises OSError, proc.ProcessFailed, and ValueError when they are of no use."""
+    missing = [str(path) for path in (programs.firecracker, programs.jailer) if not path.exists()]
+    if missing:
+        raise ValueError(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed")
     releases = [_release(path) for path in (programs.firecracker, programs.jailer)]
     if releases[0] != releases[1]:
         first, second = map(models.version_text, releases)
