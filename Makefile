@@ -45,8 +45,8 @@ bench-cpu: ## how much load of class batch slows a sandbox of class latency; on 
 	@$(INSIDE) agent
 	@$(DEV) python3 -m tests.perf.cpu
 
-agent: ## build the agent
-	@$(DEV) $(MAKE) --no-print-directory -C agent
+agent: ## build the agent, and the programs for egress rules
+	@$(DEV) sh -c '$(MAKE) --no-print-directory -C agent && $(MAKE) --no-print-directory -C ebpf'
 
 agent-check: ## the agent's tests, on the real program and on one with sanitizers
 	@$(DEV) sh -c '$(MAKE) --no-print-directory -C agent all asan && $(PYTEST) tests/host/test_agent.py'

@@ -16,6 +16,7 @@ from click.shell_completion import CompletionItem
 
 from libdsec import Client
 from libdsec.errors import DsecError
+from libdsec.network import Policy, normal
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGTP]?)(?:iB|B)?", re.IGNORECASE)
 _DURATION = re.compile(
@@ -98,6 +99,25 @@ class Variable(Pair):
         return super().convert(value, param, ctx)
 
 
+class NetworkPolicy(click.ParamType):
+    """``none``, ``all``, or rules with commas between them."""
+
+    name = "policy"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Policy:
+        try:
+            return normal(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        begun, comma, last = incomplete.rpartition(",")
+        words = ("none", "all", "tcp:", "udp:", "icmp:", "host:")
+        return [CompletionItem(begun + comma + word) for word in words if word.startswith(last)]
+
+
 class _FromDaemon(click.ParamType):
     """A name that the daemon knows; completed from it, silently when it does not answer."""
 
@@ -149,6 +169,7 @@ class ExecId(_FromDaemon):
 
 
 SIZE, DURATION, CPUS, PAIR, VARIABLE = Size(), Duration(), Cpus(), Pair(), Variable()
+NETWORK_POLICY = NetworkPolicy()
 SANDBOX, IMAGE, EXEC = SandboxName(), ImageName(), ExecId()
 
 

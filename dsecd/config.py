@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Iterator, Mapping
+from ipaddress import IPv4Network, IPv6Network
 from pathlib import Path
 from typing import Any, Literal
 
@@ -74,6 +75,16 @@ class Admission(_Section):
     batch_wait_s: float = Field(600.0, ge=0, le=86400, description="the same for each of a batch")
 
 
+class NetworkPools(_Section):
+    """Where the addresses of sandboxes come from; the host translates them, so that nobody else has to know them."""
+
+    ipv4_pool: IPv4Network = Field(
+        IPv4Network("198.18.0.0/16"), description="one address for each id range; not in use where the host is"
+    )
+    ipv6_pool: IPv6Network = Field(IPv6Network("fd64:7365:6300::/64"), description="the same for IPv6")
+    flows_per_sandbox: int = Field(4096, ge=16, le=1 << 20, description="connections of one sandbox at a time")
+
+
 class Config(_Section):
     """All settings. Paths are absolute; nothing here is created or checked on disk."""
 
@@ -101,6 +112,7 @@ class Config(_Section):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     limits: RequestLimits = RequestLimits()
     admission: Admission = Admission()
+    network: NetworkPools = NetworkPools()
 
     @field_validator("socket_mode", mode="before")
     @classmethod
@@ -151,18 +163,32 @@ class Config(_Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _pools_suffice(self) -> Config:
+        for name, pool in (("ipv4_pool", self.network.ipv4_pool), ("ipv6_pool", self.network.ipv6_pool)):
+            if pool.num_addresses < self.uid_ranges + 2:
+                raise ValueError(f"network.{name}: {pool} has too few addresses for {self.uid_ranges} id ranges")
+        return self
+
     @property
     def agent_path(self) -> Path:
         """The agent's program: as set, else the installed one, else the one built in this checkout."""
-        if self.agent is not None:
-            return self.agent
-        installed = Path("/usr/lib/dsec/dsec-agent")
-        built = Path(__file__).resolve().parent.parent / "build" / "agent" / "dsec-agent"
-        return built if built.exists() and not installed.exists() else installed
+        return self.agent if self.agent is not None else _built_or_installed("agent", "dsec-agent")
+
+    @property
+    def egress_path(self) -> Path:
+        """The compiled programs for egress rules, found like the agent."""
+        return _built_or_installed("ebpf", "egress.bpf.o")
 
     @property
     def database(self) -> Path:
         return self.state_dir / "state.db"
+
+
+def _built_or_installed(folder: str, name: str) -> Path:
+    installed = Path("/usr/lib/dsec") / name
+    built = Path(__file__).resolve().parent.parent / "build" / folder / name
+    return built if built.exists() and not installed.exists() else installed
 
 
 # --- reading

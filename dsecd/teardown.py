@@ -15,8 +15,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dsecd import lock
+from dsecd.backends import network_host
 from dsecd.config import Config, ConfigError, load
-from dsecd.linux import cgroup, mount, mountns
+from dsecd.linux import cgroup, mount, mountns, proc
 from libdsec.errors import DsecError
 
 #: systemd may hold the unit in a slice of its own choice, or of the operator's.
@@ -60,6 +61,7 @@ def tear_down(config: Config) -> list[str]:
     try:
         for directory, removable in _cgroups(config.cgroup_root):
             faults += _end(directory, removable)
+        faults += _rules(runtime)
         faults += _unmount(runtime)
         faults += _clear(runtime, config.socket)
     finally:
@@ -98,6 +100,17 @@ def _unmount(runtime: Path) -> list[str]:
             if ours or runtime in mounted.target.parents:
                 mount.detach(mounted.target)
     except OSError as error:
+        return [str(error)]
+    return []
+
+
+def _rules(runtime: Path) -> list[str]:
+    """Take back the table of packet rules, if a sandbox ever had a network; devices went with their sandboxes."""
+    if not (runtime / "bpf").is_dir():
+        return []
+    try:
+        network_host.remove()
+    except (OSError, proc.ProcessFailed) as error:
         return [str(error)]
     return []
 

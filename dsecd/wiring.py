@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dsecd.backends import BACKENDS
-from dsecd.backends.base import Backend, Site
+from dsecd.backends.base import Backend, NetworkSite, Site
 from dsecd.config import Config, check_ids
 from dsecd.core import reconcile
 from dsecd.core.admission import Admission
@@ -56,6 +56,10 @@ async def build_core(config: Config, place: Place, store: Store, events: Events,
         state_dir=config.state_dir, runtime_dir=config.runtime_dir, cgroup_dir=place.cgroup_dir,
         agent=config.agent_path, objects_dir=images.objects_dir, launch_ns=place.launch_ns,
         generation=place.generation, core_scheduling=config.core_scheduling,
+        network=NetworkSite(
+            ipv4_pool=config.network.ipv4_pool, ipv6_pool=config.network.ipv6_pool, uid_base=config.uid_base,
+            flows_per_sandbox=config.network.flows_per_sandbox, program=config.egress_path,
+        ),
     )  # fmt: skip
     backends: Mapping[str, Backend] = {name: make(site) for name, make in BACKENDS.items()}
     records = reconcile.load(store)

@@ -30,7 +30,7 @@ class SpecOptions(TypedDict, total=False):
     readonly_root: bool
     tmp_size_bytes: int
     shm_size_bytes: int
-    network: Literal["none"]
+    network: t.Policy
     cpu_class: Literal["latency", "batch"]
     limits: t.Limits
 

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     PlainSerializer,
@@ -25,6 +26,9 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import ErrorDetails
+
+from libdsec import network
+from libdsec.network import Policy as Policy
 
 MIB = 1 << 20
 INT64_MAX = (1 << 63) - 1
@@ -74,7 +78,7 @@ def explain(error: ErrorDetails) -> str:
         return "unknown field"
     words = _WORDS.get(str(error.get("ctx", {}).get("pattern")))
     text = words or error["msg"].removeprefix("Value error, ")
-    return text[:1].lower() + text[1:500]
+    return text[:1].lower() + text[1:4000]
 
 
 def _base64(value: bytes) -> str:
@@ -113,6 +117,25 @@ class State(StrEnum):
     STOPPED = "stopped"
     FAILED = "failed"
     DELETING = "deleting"
+
+
+#: "none", "all" or rules; ``libdsec.network`` has the language.
+Network = Annotated[
+    Literal["none", "all"] | tuple[str, ...],
+    BeforeValidator(network.normal),
+    WithJsonSchema({
+        "anyOf": [
+            {"type": "string", "description": "none, all, or rules with commas between them"},
+            {"type": "array", "maxItems": network.RULES_MAX, "items": {"anyOf": [
+                {"type": "string", "examples": ["tcp:203.0.113.0/24:443", "udp:*:53", "host:*.example.org:443"]},
+                {"type": "object", "required": ["to"], "additionalProperties": False, "properties": {
+                    "protocol": {"enum": list(network.PROTOCOLS)}, "to": {"type": "string"},
+                    "ports": {"anyOf": [{"type": "integer"}, {"type": "string"}]},
+                }},
+            ]}},
+        ]
+    }),
+]  # fmt: skip
 
 
 class Limits(Model):
@@ -172,7 +195,7 @@ class SandboxSpec(Model):
     readonly_root: bool = False
     tmp_size_bytes: int = Field(256 * MIB, ge=MIB, le=1 << 40, description="/tmp, a tmpfs")
     shm_size_bytes: int = Field(64 * MIB, ge=64 * 1024, le=1 << 40, description="/dev/shm")
-    network: Literal["none"] = "none"
+    network: Network = Field("none", description="what it may reach: none, all or a list of rules; see docs/network.md")
     cpu_class: Literal["latency", "batch"] = Field(
         "latency", description="batch gets what CPU time latency leaves, and shares no core with it; fixed at creation"
     )
@@ -262,6 +285,32 @@ class SandboxUsage(OpenModel):
     )
 
 
+class NetworkDenial(OpenModel):
+    """One packet or connection that the policy refused."""
+
+    at: datetime
+    address: str = Field(description="where it was to go; empty for what is not IP")
+    port: int
+    protocol: str = Field(description="tcp, udp, icmp or a number")
+    reason: str = Field(description="policy, host-address, spoofed-source, protocol, fragment, header or frame")
+
+
+class NetworkState(OpenModel):
+    """What a sandbox may reach, and what came of its tries since its start. All figures are the host's own."""
+
+    id: str
+    policy: Network
+    addresses: tuple[str, ...] = Field((), description="its own; none without a network")
+    device: str = Field("", description="the host's end of it")
+    sent_packets: int = 0
+    sent_bytes: int = 0
+    received_packets: int = 0
+    received_bytes: int = 0
+    denied: int = Field(0, description="packets it sent, and connections it tried, that were refused")
+    denied_inbound: int = Field(0, description="packets to it that were refused")
+    recent: tuple[NetworkDenial, ...] = Field((), description="the last refusals of what it sent, newest first")
+
+
 class StopRequest(Model):
     grace_s: float = Field(5.0, ge=0, le=3600, description="SIGTERM, then this long until SIGKILL")
 
@@ -273,6 +322,7 @@ class UpdateRequest(Model):
     ttl_s: float | None = Field(None, gt=0, le=10 * 365 * 86400, description="from now on")
     limits: Limits | None = Field(None, description="those that it sets; the others stay")
     lift: tuple[LimitName, ...] = Field((), max_length=32, description="limits that are to be none again")
+    network: Network | None = Field(None, description="in force, as a whole, when the answer comes")
 
 
 # --- execs -------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "ps": "sandboxes:ps",
         "inspect": "sandboxes:inspect",
         "stats": "sandboxes:stats",
+        "net": "network:net",
         "update": "sandboxes:update",
         "pause": "sandboxes:pause",
         "resume": "sandboxes:resume",

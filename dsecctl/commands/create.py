@@ -13,7 +13,7 @@ import click
 
 from dsecctl import output
 from dsecctl.app import App, command, passes_rest
-from dsecctl.params import CPUS, DURATION, IMAGE, PAIR, SIZE, VARIABLE, options, read_env_file
+from dsecctl.params import CPUS, DURATION, IMAGE, NETWORK_POLICY, PAIR, SIZE, VARIABLE, options, read_env_file
 from libdsec import types as t
 from libdsec.connection import build
 
@@ -53,6 +53,10 @@ LIMITS = options(
     click.option("--write-ops", "io_writes_per_s", type=click.IntRange(1), help="Most writes a second."),
 )
 LIMIT_NAMES = tuple(t.Limits.model_fields)
+NETWORK = click.option(
+    "--network", type=NETWORK_POLICY, metavar="POLICY",
+    help="What it may reach: none, all, or rules like tcp:203.0.113.0/24:443,udp:*:53 (docs/network.md).",
+)  # fmt: skip
 
 SPEC = options(
     click.option("--name", "id", metavar="ID", help="Its id; made up when not given."),
@@ -83,6 +87,7 @@ SPEC = options(
     click.option("--tmp-size", "tmp_size_bytes", type=SIZE, metavar="SIZE", help="Size of /tmp (256M)."),
     click.option("--shm-size", "shm_size_bytes", type=SIZE, metavar="SIZE", help="Size of /dev/shm (64M)."),
     click.option("-l", "--label", "labels", type=PAIR, multiple=True, help="A label to find it by."),
+    NETWORK,
     click.option(
         "--ttl",
         "ttl_s",

@@ -12,10 +12,11 @@ import click
 
 from dsecctl import output
 from dsecctl.app import App, command
-from dsecctl.commands.create import LIMIT_NAMES, LIMITS, asked_limits
+from dsecctl.commands.create import LIMIT_NAMES, LIMITS, NETWORK, asked_limits
 from dsecctl.params import DURATION, PAIR, SANDBOX
 from libdsec import types as t
 from libdsec.errors import NotFound, WrongState
+from libdsec.network import Policy
 
 _STATES = click.Choice([state.value for state in t.State])
 _one = click.argument("sandbox", type=SANDBOX)
@@ -102,6 +103,7 @@ def _used(usage: t.SandboxUsage) -> tuple[str, ...]:
 @click.option("-l", "--label", "labels", multiple=True, type=PAIR, help="Set a label; others stay.")
 @click.option("--rm-label", "dropped", multiple=True, metavar="NAME", help="Remove a label.")
 @click.option("--ttl", "ttl_s", type=DURATION, help="Delete it this long from now.")
+@NETWORK
 @LIMITS
 @click.option(
     "--lift",
@@ -118,15 +120,18 @@ def update(
     labels: tuple[tuple[str, str], ...],
     dropped: tuple[str, ...],
     ttl_s: float | None,
+    network: Policy | None,
     lift: tuple[t.LimitName, ...],
     **limits: Any,
 ) -> None:
-    """Change labels, time to live or limits; what is not named stays."""
+    """Change labels, time to live, limits or network; what is not named stays."""
     wanted = None
     if labels or dropped:
         old = app.client.inspect(sandbox).spec.labels
         wanted = {name: value for name, value in {**old, **dict(labels)}.items() if name not in dropped}
-    box = app.client.update(sandbox, labels=wanted, ttl_s=ttl_s, limits=asked_limits(limits), lift=lift)
+    box = app.client.update(
+        sandbox, labels=wanted, ttl_s=ttl_s, limits=asked_limits(limits), lift=lift, network=network
+    )
     if app.json:
         output.document(box)
     else:

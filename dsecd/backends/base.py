@@ -11,6 +11,7 @@ import contextlib
 import errno
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from ipaddress import IPv4Network, IPv6Network
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -20,7 +21,19 @@ from dsecd.linux.feature import FeatureMissing as KernelFeatureMissing
 from dsecd.linux.pidfd import Process
 from dsecd.linux.proc import ProcessFailed
 from libdsec import errors
-from libdsec.types import BackendState, Limits, SandboxSpec
+from libdsec.network import Policy
+from libdsec.types import BackendState, Limits, NetworkState, SandboxSpec
+
+
+@dataclass(frozen=True)
+class NetworkSite:
+    """What sandboxes' networks are made of."""
+
+    ipv4_pool: IPv4Network
+    ipv6_pool: IPv6Network
+    uid_base: int  # of the box that has the first address
+    flows_per_sandbox: int
+    program: Path  # the compiled ebpf/egress.bpf.c
 
 
 @dataclass(frozen=True)
@@ -34,6 +47,7 @@ class Site:
     objects_dir: Path  # file contents of all images
     launch_ns: int  # fd of a mount namespace with few mounts, to start runtimes from
     generation: int  # counts the daemon's starts
+    network: NetworkSite
     core_scheduling: Literal["off", "class", "sandbox"] = "off"  # as far as the kernel can
 
 
@@ -90,6 +104,14 @@ class Backend(Protocol):
 
     def exec_limits(self, limits: Limits) -> Mapping[str, str]:
         """Limits of one command as attributes of its cgroup. Raises FeatureMissing for what this host lacks."""
+        ...
+
+    async def set_network(self, box: Box, policy: Policy) -> None:
+        """Exchange the policy of a box that runs or is paused: in force, and as a whole, when this returns."""
+        ...
+
+    def network(self, box: Box) -> NetworkState:
+        """What it may reach, and what came of its tries. Blocks for microseconds."""
         ...
 
     def usage(self, box: Box) -> Mapping[str, int]:

@@ -21,7 +21,8 @@ from dsecd.backends.container_steps import KILL_TIMEOUT_S, ContainerSteps
 from dsecd.backends.plan import Step
 from dsecd.linux import cgroup, mechanisms, pidfd
 from libdsec import errors
-from libdsec.types import BackendState, Limits, SandboxSpec
+from libdsec.network import Policy
+from libdsec.types import BackendState, Limits, NetworkState, SandboxSpec
 
 #: What the agent may take beyond the grace it was told.
 _LAST_WORDS_S = 2.0
@@ -49,6 +50,7 @@ class ContainerBackend:
         return BackendState(name=self.name, works=not missing, detail=detail)
 
     def check(self, spec: SandboxSpec) -> list[str]:
+        self._steps.network.check(spec.network)
         off = self._steps.limits.check(spec.limits)
         if spec.cpu_class == "batch":
             self._steps.limits.check_idle()
@@ -69,11 +71,13 @@ class ContainerBackend:
             Step("rundir", "bundle and log directory", on(do.make_rundir, box), on(do.remove_rundir, box)),
             Step("cgroup", "cgroup with agent/ and run/", on(do.make_cgroup, box), on(do.remove_cgroup, box)),
             Step("launch", "stack the layers and start the agent", on(do.launch, box), on(do.end, box)),
+            Step("network", "device and policy", on(do.network.attach, box), on(do.network.detach, box)),
             Step("connect", "connection to the agent", on(do.identify_and_connect, box), on(do.disconnect, box)),
             Step("limits", "limits of the cgroup", on(do.apply_limits, box)),
         )
 
     async def reconnect(self, box: Box) -> None:
+        await self._steps.network.settle(box)
         await self._steps.reconnect(box)
 
     async def pause(self, box: Box) -> None:
@@ -108,6 +112,12 @@ class ContainerBackend:
     def exec_limits(self, limits: Limits) -> Mapping[str, str]:
         self._steps.limits.check(limits)
         return self._steps.limits.attributes(limits)
+
+    async def set_network(self, box: Box, policy: Policy) -> None:
+        await self._steps.network.change(box, policy)
+
+    def network(self, box: Box) -> NetworkState:
+        return self._steps.network.state(box)
 
     def usage(self, box: Box) -> Mapping[str, int]:
         with translated(f"read the cgroup of '{box.id}'"):

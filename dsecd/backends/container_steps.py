@@ -17,6 +17,8 @@ from dsecd.backends.base import Box, Site, translated
 from dsecd.backends.cookies import Cookies
 from dsecd.backends.launch import Launcher
 from dsecd.backends.limits import LimitWriter
+from dsecd.backends.network import Network
+from dsecd.backends.network_steps import NetworkSteps
 from dsecd.backends.oomwatch import OomWatch
 from dsecd.backends.plan import in_thread
 from dsecd.backends.trash import Trash
@@ -48,6 +50,7 @@ class ContainerSteps:
         self.cookies = Cookies(site.core_scheduling)
         self._launcher = Launcher(site, self._disks, self.cookies)
         self.limits = LimitWriter(site.cgroup_dir, site.state_dir)
+        self.network = NetworkSteps(Network(site), self._launcher.pid)
         self._kills = OomWatch()
         # Starting a container is mostly work of the kernel and of crun: more at once than this only queue there.
         self._launches = asyncio.Semaphore(2 * (os.cpu_count() or 1))
@@ -61,7 +64,8 @@ class ContainerSteps:
         found = {path.name for place in places for path in place.iterdir() if not path.name.startswith(".")}
         parents = (self._site.cgroup_dir, self._site.cgroup_dir / _BATCH)
         groups = {path.name for parent in parents for path in cgroup.children(parent)}
-        return found | {name.removeprefix(_CGROUP_PREFIX) for name in groups if name.startswith(_CGROUP_PREFIX)}
+        found |= {name.removeprefix(_CGROUP_PREFIX) for name in groups if name.startswith(_CGROUP_PREFIX)}
+        return found | self.network.names()
 
     def cgroup(self, box: Box) -> Path:
         """The cgroup of everything in the box; of a box that is only known by its id, where it is."""

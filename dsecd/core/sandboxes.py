@@ -31,6 +31,7 @@ from libdsec.types import (
     CreateRequest,
     ErrorBody,
     Limits,
+    NetworkState,
     Sandbox,
     SandboxList,
     SandboxSpec,
@@ -150,10 +151,20 @@ class Sandboxes:
             cpu_forced_idle_us=counted.get("cpu.core_sched.force_idle_usec"),
         )  # fmt: skip
 
+    async def network(self, principal: Principal, sandbox_id: str) -> NetworkState:
+        """Counters are there while it runs or is paused."""
+        live = self._registry.find(principal, sandbox_id, "read the network of")
+        return live.backend.network(live.box)
+
     async def update(self, principal: Principal, sandbox_id: str, request: UpdateRequest) -> Sandbox:
         live = self._registry.find(principal, sandbox_id, "update")
+        changes: dict[str, Any] = {}
         if request.limits is not None:
-            live.backend.check(live.record.spec.model_copy(update={"limits": _limits(live.record.spec, request)}))
+            changes["limits"] = _limits(live.record.spec, request)
+        if request.network is not None:
+            changes["network"] = request.network
+        if changes:
+            live.backend.check(live.record.spec.model_copy(update=changes))
         await _to_its_end(self._tasks, f"update {sandbox_id}", self._update(live, request))
         return live.record.to_wire()
 
@@ -232,6 +243,10 @@ class Sandboxes:
                 if record.state in (State.RUNNING, State.PAUSED):
                     await live.backend.set_limits(live.box, limits)
                 changes["limits"] = limits
+            if request.network is not None:
+                if record.state in (State.RUNNING, State.PAUSED):
+                    await live.backend.set_network(live.box, request.network)
+                changes["network"] = request.network
             if request.ttl_s is not None:
                 changes["ttl_s"] = request.ttl_s
                 if record.state is State.PAUSED:

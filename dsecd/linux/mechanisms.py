@@ -17,7 +17,20 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from dsecd.linux import cgroup, erofs, kvm, mountns, overlay, pidfd, proc, syscalls, userns
+from dsecd.linux import (
+    bpf,
+    cgroup,
+    erofs,
+    kvm,
+    mountns,
+    netlink,
+    netns,
+    overlay,
+    pidfd,
+    proc,
+    syscalls,
+    userns,
+)
 from dsecd.linux import mount as mounts
 from dsecd.linux.feature import YES, Answer, Feature, FeatureStatus, no, unknown
 
@@ -222,6 +235,46 @@ def _fuse() -> Answer:
         return YES
 
 
+def _bpf() -> Answer:
+    bpf.probe()
+    return YES
+
+
+def _veth() -> Answer:
+    """A pair of devices with places for programs, in a namespace that goes with its thread."""
+
+    def make() -> None:
+        netns.enter_new()
+        with netlink.Netlink() as sock, contextlib.closing(_Fd(netns.open_process(os.getpid()))) as outside:
+            sock.add_veth(
+                "dsec-probe", index=1 << 20, mac=b"\x02dsec\x01", peer="dsec-probe-peer", peer_ns_fd=outside.fd,
+                peer_mac=b"\x02dsec\x02", mtu=1500,
+            )  # fmt: skip
+            try:
+                sock.add_clsact(1 << 20)
+            finally:
+                sock.delete_link(1 << 20)
+
+    mountns.FreshThreads().submit(make).result()
+    return YES
+
+
+def _nftables() -> Answer:
+    """Rules of the kinds that we use, checked against the kernel and not applied."""
+    if shutil.which("nft", path=proc.MINIMAL_ENV["PATH"]) is None:
+        return no("nft is not installed")
+    rules = (
+        "table inet dsec-probe { set s { type ipv4_addr; size 16; flags dynamic; }; "
+        "chain f { type filter hook forward priority 0; ct state new add @s { ip saddr ct count over 1 } drop; }; "
+        "chain p { type nat hook postrouting priority 100; ip saddr 198.18.0.0/16 masquerade; }; }"
+    )
+    try:
+        proc.run_blocking(["nft", "-c", "-f", "-"], input=rules.encode(), timeout_s=_PROBE_TIMEOUT_S)
+    except proc.ProcessFailed as error:
+        return no(str(error))
+    return YES
+
+
 def _path_exists(path: str, otherwise: str) -> Callable[[], Answer]:
     return lambda: YES if Path(path).exists() else no(otherwise)
 
@@ -317,6 +370,14 @@ MECHANISMS: tuple[Feature, ...] = (
     Feature("fuse", "2.6.14", "loading image data on demand", _fuse, "Run 'modprobe fuse'.",
             options=("FUSE_FS",)),
     Feature("crun", "", "starting containers", _crun, "Run 'apt install crun' (1.8 or newer)."),
+    Feature("bpf", "4.11", "watching over what sandboxes send", _bpf,
+            "Run 'apt install libbpf1'; in a container, grant it CAP_BPF and CAP_NET_ADMIN.",
+            options=("BPF_SYSCALL", "CGROUP_BPF", "NET_CLS_BPF", "BPF_JIT")),
+    Feature("veth", "4.5", "network devices of sandboxes", _veth, "Run 'modprobe veth' and 'modprobe sch_ingress'.",
+            options=("VETH", "NET_SCH_INGRESS")),
+    Feature("nftables", "5.6", "translating sandboxes' addresses", _nftables,
+            "Run 'apt install nftables', and 'modprobe nft_masq nft_connlimit'.",
+            options=("NF_TABLES", "NF_TABLES_INET", "NFT_CT", "NFT_MASQ", "NFT_NAT", "NFT_CONNLIMIT")),
     Feature("skopeo", "", "pulling images from registries", _program("skopeo"), "Run 'apt install skopeo'."),
     Feature("debian-bootstrap", "", "building Debian base images", _program("mmdebstrap", "debootstrap"),
             "Run 'apt install mmdebstrap'."),

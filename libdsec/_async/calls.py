@@ -157,6 +157,10 @@ class AsyncSandboxCalls(AsyncTransport):
         """What it uses and has used, running or paused. Raises WrongState, SandboxLost."""
         return c.parse(t.SandboxUsage, await self.request("usage", id=id), "usage")
 
+    async def network(self, id: str) -> t.NetworkState:
+        """What it may reach, and what was refused. Raises NotFound."""
+        return c.parse(t.NetworkState, await self.request("network", id=id), "network")
+
     async def update(
         self,
         id: str,
@@ -165,10 +169,11 @@ class AsyncSandboxCalls(AsyncTransport):
         ttl_s: float | None = None,
         limits: t.Limits | None = None,
         lift: Sequence[t.LimitName] = (),
+        network: t.Policy | None = None,
     ) -> t.Sandbox:
-        """Change labels, TTL (seconds from now) or limits; what is None stays. ``lift`` names limits to take off."""
+        """Change labels, TTL (seconds from now), limits or network; what is None stays, ``lift`` takes limits off."""
         request = c.build(
-            t.UpdateRequest, "", labels=labels, ttl_s=ttl_s, limits=limits, lift=tuple(lift)
+            t.UpdateRequest, "", labels=labels, ttl_s=ttl_s, limits=limits, lift=tuple(lift), network=network
         )
         return c.parse(t.Sandbox, await self.request("update", body=request, id=id), "update")
 

@@ -69,6 +69,10 @@ class AsyncLife:
         """
         return await self.client.usage(self.id)
 
+    async def network(self) -> t.NetworkState:
+        """What it may reach, and what was refused."""
+        return await self.client.network(self.id)
+
     async def pause(self) -> t.Sandbox:
         """Freeze its processes."""
         return self._keep(await self.client.pause(self.id))
@@ -92,11 +96,14 @@ class AsyncLife:
         ttl_s: float | None = None,
         limits: t.Limits | None = None,
         lift: Sequence[t.LimitName] = (),
+        network: t.Policy | None = None,
     ) -> t.Sandbox:
-        """Change labels, TTL (seconds from now) or limits; what is None stays. ``lift`` names limits to take off."""
+        """Change labels, TTL (seconds from now), limits or network; what is None stays, ``lift`` takes limits off."""
         given = dict(labels) if labels is not None else None
         return self._keep(
-            await self.client.update(self.id, labels=given, ttl_s=ttl_s, limits=limits, lift=lift)
+            await self.client.update(
+                self.id, labels=given, ttl_s=ttl_s, limits=limits, lift=lift, network=network
+            )
         )
 
     async def wait(self, *states: str, timeout_s: float | None = None) -> t.Sandbox:

@@ -70,6 +70,10 @@ class Life:
         """
         return self.client.usage(self.id)
 
+    def network(self) -> t.NetworkState:
+        """What it may reach, and what was refused."""
+        return self.client.network(self.id)
+
     def pause(self) -> t.Sandbox:
         """Freeze its processes."""
         return self._keep(self.client.pause(self.id))
@@ -93,11 +97,14 @@ class Life:
         ttl_s: float | None = None,
         limits: t.Limits | None = None,
         lift: Sequence[t.LimitName] = (),
+        network: t.Policy | None = None,
     ) -> t.Sandbox:
-        """Change labels, TTL (seconds from now) or limits; what is None stays. ``lift`` names limits to take off."""
+        """Change labels, TTL (seconds from now), limits or network; what is None stays, ``lift`` takes limits off."""
         given = dict(labels) if labels is not None else None
         return self._keep(
-            self.client.update(self.id, labels=given, ttl_s=ttl_s, limits=limits, lift=lift)
+            self.client.update(
+                self.id, labels=given, ttl_s=ttl_s, limits=limits, lift=lift, network=network
+            )
         )
 
     def wait(self, *states: str, timeout_s: float | None = None) -> t.Sandbox:

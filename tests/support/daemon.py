@@ -32,9 +32,11 @@ class Daemon:
     """One dsecd. Leaving the block deletes its sandboxes, ends it and fails if anything is left over."""
 
     def __init__(
-        self, *, config: str = "", env: Mapping[str, str] | None = None, disk_bytes: int | None = None
+        self, *, config: str = "", env: Mapping[str, str] | None = None, disk_bytes: int | None = None,
+        netns: Path | None = None,
     ) -> None:
-        """``disk_bytes``: its state lies on a disk of its own, so small that a test can fill it."""
+        """``disk_bytes``: its state lies on a disk of its own, so small that a test can fill it. ``netns``: the
+        network namespace that it takes for the host's, instead of the machine's."""
         number = next(_numbers)
         self.name = f"dsec-test-{os.getpid()}-{number}"
         self.state_dir = Path("/var/lib/dsec") / self.name
@@ -47,6 +49,7 @@ class Daemon:
         self.env = dict(env or {})
         self._config = config
         self._disk_bytes = disk_bytes
+        self._prefix = [] if netns is None else ["nsenter", f"--net={netns}", "--"]
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -95,7 +98,7 @@ class Daemon:
         """Start it, and wait until it answers."""
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "dsecd", "--config", str(self.state_dir / "dsecd.toml")],
+                [*self._prefix, sys.executable, "-m", "dsecd", "--config", str(self.state_dir / "dsecd.toml")],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=_CHECKOUT, env={**os.environ, **self.env},
             )
         if wait:
@@ -146,8 +149,8 @@ class Daemon:
     def residue(self) -> list[str]:
         """What is left over, by an independent program."""
         done = subprocess.run(
-            [sys.executable, str(_RESIDUE), str(self.state_dir), str(self.runtime_dir), str(self.cgroup_dir),
-             str(self.uid_base), str(_RANGES * 65536)],
+            [*self._prefix, sys.executable, str(_RESIDUE), str(self.state_dir), str(self.runtime_dir),
+             str(self.cgroup_dir), str(self.uid_base), str(_RANGES * 65536)],
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode in (0, 1), done.stderr

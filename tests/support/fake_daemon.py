@@ -239,6 +239,16 @@ class _Sandboxes(_State):
             cpu_system_us=200_000, max_rss_kib=2048, cpu_usage_us=1_750_000, **counted,
         )  # fmt: skip
 
+    async def on_network(self, request: web.Request) -> t.NetworkState:
+        box = self._box(request)
+        if box.info.spec.network == "none":
+            return t.NetworkState(id=box.info.id, policy="none")
+        denial = t.NetworkDenial(at=NOW, address="203.0.113.9", port=25, protocol="tcp", reason="policy")
+        return t.NetworkState(
+            id=box.info.id, policy=box.info.spec.network, addresses=("198.18.0.1",), sent_packets=7, denied=1,
+            recent=(denial,),
+        )  # fmt: skip
+
     async def on_stop(self, request: web.Request) -> t.Sandbox:
         return self._move(request, t.State.STOPPED, t.State.RUNNING, t.State.PAUSED)
 

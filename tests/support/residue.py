@@ -66,6 +66,13 @@ def files(state: Path, runtime: Path) -> list[str]:
     return [f"file {entry}" for entry in entries if entry.name != ".cache"]
 
 
+def devices() -> list[str]:
+    """Network devices of sandboxes in this network namespace."""
+    with open("/proc/net/dev") as table:
+        names = [line.split(":")[0].strip() for line in table if ":" in line]
+    return [f"device {name}" for name in names if name.startswith("dsec")]
+
+
 def objects_without_reference(state: Path) -> list[str]:
     """Objects that no published image's manifest names, and layers without a row, by the files alone."""
     store = state / "images"
@@ -81,6 +88,7 @@ def main() -> int:
         *mounts([state, runtime]),
         *cgroups(cgroup),
         *files(state, runtime),
+        *devices(),
         *objects_without_reference(state),
     ]
     print("\n".join(found), end="\n" if found else "")

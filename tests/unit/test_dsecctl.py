@@ -96,7 +96,7 @@ def test_every_command_has_help_with_an_example_that_parses() -> None:
 def test_everything_asked_for_exists() -> None:
     wanted = (
         "run create exec ps inspect stats cp logs stop start rm pause resume wait update events host doctor api ops "
-        "attach image completion kill execs"
+        "attach image completion kill execs net"
     )
     assert set(COMMANDS) == set(wanted.split())
     image = cli.get_command(click.Context(cli), "image")
@@ -123,6 +123,7 @@ JSON_CALLS: dict[str, tuple[str, ...]] = {
     "cp": ("cp", __file__, "web:/f"),
     "ps": ("ps",),
     "inspect": ("inspect", "web"),
+    "net": ("net", "web"),
     "stats": ("stats", "web"),
     "update": ("update", "web", "--label", "a=b"),
     "pause": ("pause", "web"),

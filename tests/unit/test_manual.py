@@ -48,8 +48,8 @@ def test_every_command_has_its_section_and_example() -> None:
 def test_every_setting_is_explained() -> None:
     text = rendered("dsecd.toml.5")
     for name in Config.model_fields:
-        if name in ("limits", "admission"):
-            name = {"limits": "limits.max_request_bytes", "admission": "admission.mode"}[name]  # noqa: PLW2901
+        sections = {"limits": "max_request_bytes", "admission": "mode", "network": "ipv4_pool"}
+        name = f"{name}.{sections[name]}" if name in sections else name  # noqa: PLW2901
         found = re.search(rf"^ +{re.escape(name)}(?: +|\n +)(\S.*)$", text, re.MULTILINE)
         assert found, name
         assert len(found.group(1)) > 5

@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "dsecd": ("dsecd.api", "dsecd.core", "dsecd.backends", "dsecd.vmm", "dsecd.linux", "libdsec.*"),
 }
 #: The part of libdsec that the daemon may use: never its clients.
-CONTRACT = ("libdsec.types", "libdsec.errors", "libdsec.routes")
+CONTRACT = ("libdsec.types", "libdsec.errors", "libdsec.routes", "libdsec.network")
 
 
 def layer_of(name: str) -> str | None:

@@ -59,6 +59,10 @@ async def usage(call: Call) -> BaseModel:
     return await call.core.sandboxes.usage(call.principal, call.id)
 
 
+async def network(call: Call) -> BaseModel:
+    return await call.core.sandboxes.network(call.principal, call.id)
+
+
 async def update(call: Call) -> BaseModel:
     return await call.core.sandboxes.update(call.principal, call.id, call.json(t.UpdateRequest))
 
@@ -97,6 +101,8 @@ HANDLERS: Mapping[str, Handler] = {
     "list": list_,
     **{
         handler.__name__: handler
-        for handler in (create, create_batch, inspect, usage, update, delete, stop, start, pause, resume, wait)
+        for handler in (
+            create, create_batch, inspect, usage, network, update, delete, stop, start, pause, resume, wait,
+        )
     },
 }

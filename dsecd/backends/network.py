@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A sandbox's device, its addresses and its policy.
+
+What belongs here: attaching a running sandbox to the network and taking it off again, by its box alone. What does
+not: the programs and maps (``egress.py``), compiling policies (``egress_policy.py``), the host's own settings
+(``network_host.py``).
+
+Each sandbox has a pair of devices: one end in its network namespace, the other here, with a route to its addresses
+and with the programs, which are there before the device is up. Nobody asks for anybody's hardware address: both ends
+know their only neighbour. Addresses, index and name derive from the box's range of ids, of which each has one until
+nothing of it is left; the device's second name derives from the box's id.
+
+A host where no sandbox ever had a network is left as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from ipaddress import IPv4Address, IPv6Address, ip_network
+
+from dsecd.backends import network_host
+from dsecd.backends.base import Box, Site
+from dsecd.backends.egress import Denied, Egress, Entry
+from dsecd.backends.egress_policy import POLICY_BYTES, SPECIAL, TooManyRanges, compiled
+from dsecd.backends.egress_policy import Policy as CompiledPolicy
+from dsecd.backends.files import closing
+from dsecd.linux import mechanisms, netlink, netns
+from dsecd.linux.netlink import Address, Netlink
+from libdsec import errors, network
+from libdsec.network import Policy
+from libdsec.types import NetworkDenial, NetworkState
+
+#: Features without which there is none.
+NEEDED = ("bpf", "veth", "nftables")
+_IDS = 65_536
+# Far above the indexes that the kernel gives by itself, which begin at 1.
+_FIRST_INDEX = 1 << 20
+_INNER = "eth0"
+_OTHER_NAME = "dsec."
+# Locally administered addresses; the host's end is the same for all, since none of them shares a link with another.
+_HOST_MAC = b"\x02dsec\x01"
+_MAC_PREFIX = b"\x06ds"
+# Link-local: nothing behind them, they only name the neighbour.
+_GATEWAYS: tuple[Address, ...] = (IPv4Address("169.254.1.1"), IPv6Address("fe80::1"))
+_DEFAULTS = (ip_network("0.0.0.0/0"), ip_network("::/0"))
+_MTU = 1500
+_PROTOCOLS = {1: "icmp", 6: "tcp", 17: "udp"}
+
+
+@dataclass(frozen=True)
+class _Lease:
+    """What belongs to one box by its range of ids."""
+
+    index: int
+    name: str
+    ipv4: IPv4Address
+    ipv6: IPv6Address | None
+    mac: bytes
+
+    def entry(self, cookie: int) -> Entry:
+        return Entry(bytes(POLICY_BYTES), self.ipv4, self.ipv6, self.mac, _HOST_MAC, cookie)
+
+    @property
+    def addresses(self) -> tuple[Address, ...]:
+        return (self.ipv4,) if self.ipv6 is None else (self.ipv4, self.ipv6)
+
+
+class Network:
+    """Everything of the network that sandboxes have on this host. Methods block; any thread may call them."""
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._pins = site.runtime_dir / "bpf"
+        self._lock = threading.Lock()
+        self._egress: Egress | None = None
+        self._mtu = _MTU
+
+    @property
+    def in_use(self) -> bool:
+        """Whether any sandbox had a network since the host started."""
+        return self._egress is not None or self._pins.exists()
+
+    def check(self, policy: Policy) -> None:
+        """Raises InvalidSpec for a policy that is too large to be enforced, FeatureMissing for rules with names."""
+        if any(rule.name for rule in network.rules(policy)):
+            raise errors.FeatureMissing(
+                "spec.network: rules for names are not supported yet", hint="write addresses", feature="network-names"
+            )
+        try:
+            self._compiled(policy)
+        except TooManyRanges as error:
+            raise errors.InvalidSpec(f"spec.network: {error}", hint="merge ranges of ports") from error
+
+    def names(self) -> set[str]:
+        """Ids of all boxes that have a device here."""
+        if not self.in_use:
+            return set()
+        with Netlink() as host:
+            names = [name for link in host.links() for name in link.other_names]
+        return {name.removeprefix(_OTHER_NAME) for name in names if name.startswith(_OTHER_NAME)}
+
+    def attach(self, box: Box, pid: int, policy: Policy) -> None:
+        """Give a box whose init is ``pid`` its device. Runs in one of mountns.FreshThreads, which it changes."""
+        egress, lease = self._prepared(), self._lease(box)
+        with Netlink() as host, closing(self._namespace(box, pid)) as ns_fd:
+            host.add_veth(
+                lease.name, index=lease.index, mac=_HOST_MAC, peer=_INNER, peer_ns_fd=ns_fd, peer_mac=lease.mac,
+                mtu=self._mtu,
+            )  # fmt: skip
+            host.name_link(lease.index, _OTHER_NAME + box.id)
+            _watch(host, egress, lease)
+            netns.enter(ns_fd)
+            with Netlink() as inner:
+                egress.admit(lease.index, lease.entry(inner.namespace_cookie()), self._compiled(policy))
+                _configure_inside(inner, lease)
+            for address in lease.addresses:
+                host.add_neighbour(lease.index, address, lease.mac)
+            host.set_up(lease.index)
+            for address in lease.addresses:
+                host.add_route(ip_network(address), lease.index)
+
+    def settle(self, box: Box, pid: int) -> None:
+        """Bring what an earlier daemon attached in line with the box. Runs in one of mountns.FreshThreads."""
+        policy = box.spec.network
+        egress, lease = self._prepared(), self._lease(box)
+        with Netlink() as host:
+            link = host.link(_OTHER_NAME + box.id)
+            if link is None or policy == "none":
+                self.change(box, pid, policy)
+                return
+            if egress.entry(lease.index) is None:
+                # The maps are new, and what is attached still looks into those of the earlier daemon.
+                with closing(self._namespace(box, pid)) as ns_fd:
+                    netns.enter(ns_fd)
+                with Netlink() as inner:
+                    cookie = inner.namespace_cookie()
+                egress.admit(lease.index, lease.entry(cookie), self._compiled(policy))
+            egress.set_policy(lease.index, self._compiled(policy))
+            _watch(host, egress, lease)
+
+    def change(self, box: Box, pid: int, policy: Policy) -> None:
+        """Put another policy in force, at once and as a whole. Runs in one of mountns.FreshThreads."""
+        if policy == "none":
+            self.detach(box)
+        elif (egress := self._prepared()).entry(self._lease(box).index) is not None:
+            egress.set_policy(self._lease(box).index, self._compiled(policy))
+        else:
+            self.attach(box, pid, policy)
+
+    def detach(self, box: Box) -> None:
+        """Take its device away, wherever attaching got to."""
+        with Netlink() as host:
+            if box.uid_base:
+                index = self._lease(box).index
+            elif (link := host.link(_OTHER_NAME + box.id)) is not None:
+                index = link.index
+            else:
+                return
+            host.delete_link(index)
+        self._prepared().remove(index)
+
+    def state(self, box: Box) -> NetworkState:
+        """What it may reach, and what came of its tries."""
+        policy = box.spec.network
+        lease = self._lease(box)
+        counts = None if policy == "none" else self._prepared().counts(lease.index)
+        if counts is None:
+            return NetworkState(id=box.id, policy=policy)
+        return NetworkState(
+            id=box.id, policy=policy, addresses=tuple(map(str, lease.addresses)), device=lease.name,
+            sent_packets=counts.out_packets, sent_bytes=counts.out_bytes, received_packets=counts.in_packets,
+            received_bytes=counts.in_bytes, denied=counts.denied_out, denied_inbound=counts.denied_in,
+            recent=tuple(map(_shown, counts.recent)),
+        )  # fmt: skip
+
+    # --- parts -------------------------------------------------------------------------------------------------------
+
+    def _prepared(self) -> Egress:
+        """The programs; with the first call the host is made ready for them. Raises FeatureMissing, OSError."""
+        with self._lock:
+            if self._egress is None:
+                for name in NEEDED:
+                    mechanisms.by_name(name).require()
+                site = self._site.network
+                with Netlink() as host:
+                    links = {link.index: link for link in host.links()}
+                    defaults = [links[index].mtu for index in host.default_devices() if index in links]
+                self._mtu = min(defaults, default=_MTU)
+                network_host.prepare(site.ipv4_pool, site.ipv6_pool, site.flows_per_sandbox)
+                egress = Egress(self._pins, site.program, self._site.cgroup_dir)
+                egress.sweep(links)
+                self._egress = egress
+            return self._egress
+
+    def _compiled(self, policy: Policy) -> CompiledPolicy:
+        pools: tuple[network.Network, ...] = (self._site.network.ipv4_pool, self._site.network.ipv6_pool)
+        return _compiled(policy, pools)
+
+    def _namespace(self, box: Box, pid: int) -> int:
+        """fd of the box's network namespace. Raises ProcessLookupError when the process is not the box's any more."""
+        fd = netns.open_process(pid)
+        if netns.owner(fd) != box.uid_base:
+            os.close(fd)
+            raise ProcessLookupError(f"process {pid} is not of '{box.id}'")
+        return fd
+
+    def _lease(self, box: Box) -> _Lease:
+        site = self._site.network
+        number = (box.uid_base - site.uid_base) // _IDS
+        return _Lease(
+            index=_FIRST_INDEX + box.uid_base // _IDS, name=f"{network_host.DEVICE_PREFIX}{box.uid_base // _IDS:x}",
+            ipv4=site.ipv4_pool[number + 1], mac=_MAC_PREFIX + (number + 1).to_bytes(3, "big"),
+            ipv6=site.ipv6_pool[number + 1] if network_host.has_ipv6() else None,
+        )  # fmt: skip
+
+
+def _shown(denied: Denied) -> NetworkDenial:
+    ago_s = (time.clock_gettime_ns(time.CLOCK_BOOTTIME) - denied.at_ns) / 1e9
+    return NetworkDenial(
+        at=datetime.fromtimestamp(time.time() - ago_s, UTC), address=denied.address, port=denied.port,
+        protocol=_PROTOCOLS.get(denied.protocol, str(denied.protocol)), reason=denied.reason,
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled(policy: Policy, pools: tuple[network.Network, ...]) -> CompiledPolicy:
+    """Most sandboxes have one of few policies. The pools are special, too: sandboxes are nobody's public."""
+    return compiled(network.rules(policy), (*SPECIAL, *pools))
+
+
+def _watch(host: Netlink, egress: Egress, lease: _Lease) -> None:
+    """Put the programs on the host's end. One that another program was on is never without."""
+    host.add_clsact(lease.index)
+    host.set_program(lease.index, netlink.INGRESS, egress.from_sandbox, "from_sandbox")
+    host.set_program(lease.index, netlink.EGRESS, egress.to_sandbox, "to_sandbox")
+
+
+def _configure_inside(inner: Netlink, lease: _Lease) -> None:
+    """Addresses and the way out, in the sandbox's namespace. Nobody in there may change them: CAP_NET_ADMIN."""
+    link = inner.link(_INNER)
+    if link is None:
+        raise FileNotFoundError(f"device {_INNER} is not there")
+    inner.set_up(link.index)
+    for address, gateway, target in zip(lease.addresses, _GATEWAYS, _DEFAULTS, strict=False):
+        inner.add_address(link.index, address)
+        inner.add_neighbour(link.index, gateway, _HOST_MAC)
+        inner.add_route(target, link.index, gateway)

@@ -1,0 +1,77 @@
+/* SPDX-License-Identifier: Apache-2.0 OR GPL-2.0-only */
+/*
+ * What the daemon and the programs share: keys and values of the maps. dsecd/backends/egress.py packs the same.
+ *
+ * A change here changes the object file, whose digest names the folder that maps and programs are pinned in: a
+ * daemon with other structures fills maps of its own before it replaces the programs.
+ */
+#ifndef DSEC_EGRESS_H
+#define DSEC_EGRESS_H
+
+#include <linux/types.h>
+
+#define POLICY_BYTES 15
+#define RANGES_MAX 16
+#define RECENT 8
+
+enum family { FAMILY_IPV4 = 4, FAMILY_IPV6 = 6 };
+
+/* Longest prefix of (policy, family, address); an IPv4 address is the first four bytes. */
+struct policy_key {
+	__u32 prefixlen;
+	__u8 policy[POLICY_BYTES];
+	__u8 family;
+	__u8 addr[16];
+};
+
+/* "named": the rule names exactly this address, so that it may be one of the host's own. */
+struct range {
+	__u8 protocol; /* TCP, UDP, and ICMP for both families */
+	__u8 named;
+	__u16 first, last;
+};
+
+struct ranges {
+	__u32 count;
+	struct range range[RANGES_MAX];
+};
+
+struct sandbox {
+	__u8 policy[POLICY_BYTES];
+	__u8 has_ipv6;
+	__u8 addr4[4];
+	__u8 addr6[16];
+	__u8 mac[6];
+	__u8 host_mac[6];
+	__u64 netns_cookie;
+};
+
+/* Why something was dropped; the numbers are part of what the daemon reads. */
+enum reason {
+	REASON_POLICY = 1,  /* no rule allows it */
+	REASON_HOST,	    /* an address of the host that no rule names */
+	REASON_SOURCE,	    /* another source address or MAC than its own */
+	REASON_PROTOCOL,    /* not TCP, UDP or ICMP echo */
+	REASON_FRAGMENT,    /* a later fragment where not all ports are allowed */
+	REASON_HEADER,	    /* IP options, extension headers, truncated */
+	REASON_FRAME,	    /* not IP, or with a VLAN tag */
+	REASON_QUIET,	    /* what every kernel sends by itself when a device comes up: nobody's try, so not counted */
+};
+
+struct denied {
+	__u64 at_ns; /* since boot */
+	__u8 addr[16];
+	__u16 port;
+	__u8 family;
+	__u8 protocol;
+	__u8 reason;
+	__u8 pad[3];
+};
+
+struct counters {
+	__u64 out_packets, out_bytes, in_packets, in_bytes;
+	__u64 denied_out, denied_in;
+	struct denied recent[RECENT]; /* outbound; number N is at N % RECENT */
+};
+
+#endif
