@@ -358,6 +358,26 @@ void cgroup_signal_lingering(int sig)
         (void)signal_cgroup(l->id, sig);
 }
 
+/* ---- the whole of run */
+
+int cgroup_freeze(bool frozen)
+{
+    return write_file("run/cgroup.freeze", frozen ? "1" : "0");
+}
+
+bool cgroup_is_frozen(void)
+{
+    char text[256];
+    return read_file("run/cgroup.events", text, sizeof(text)) && strstr(text, "frozen 1") != NULL;
+}
+
+int cgroup_limit_pids(uint64_t most)
+{
+    char text[24];
+    snprintf(text, sizeof(text), "%llu", (unsigned long long)most);
+    return write_file("run/pids.max", text);
+}
+
 /* ---- reading */
 
 bool cgroup_run_empty(void)

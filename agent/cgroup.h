@@ -38,6 +38,10 @@ int cgroup_kill(const char *id, pid_t leader);
 void cgroup_kill_all(void);
 void cgroup_signal_lingering(int sig);
 bool cgroup_run_empty(void);
+/* Stops everything under run, or lets it go on; that takes effect a moment later. 0 or -1 with errno, as for the limit. */
+int cgroup_freeze(bool frozen);
+bool cgroup_is_frozen(void);
+int cgroup_limit_pids(uint64_t most);
 /* user and system time of the whole sandbox, from cpu.stat; false when unknown. */
 bool cgroup_cpu_us(uint64_t *user, uint64_t *system);
 

@@ -363,6 +363,27 @@ static void listen_resume(struct timer *t)
     watch_set(&listener, EPOLLIN);
 }
 
+bool conn_adopt(int fd)
+{
+    struct conn *conn = NULL;
+    if (unauthenticated >= UNAUTHENTICATED_MAX || !(conn = calloc(1, sizeof(*conn)))) {
+        close(fd);
+        return false;
+    }
+    if (watch_open(&conn->watch, fd, EPOLLIN, conn_event) < 0) {
+        free(conn);
+        return false;
+    }
+    conn->ready.ready_next = conn->ready.ready_prev = &conn->ready;
+    buf_init(&conn->in, HELLO_BYTES);
+    buf_init(&conn->out, OUT_MAX);
+    timer_set(&conn->hello_timer, HELLO_TIMEOUT_MS, hello_late);
+    conn->next = all;
+    all = conn;
+    unauthenticated++;
+    return true;
+}
+
 static void accept_one(struct watch *w, uint32_t events)
 {
     (void)events;
@@ -376,22 +397,11 @@ static void accept_one(struct watch *w, uint32_t events)
         }
         return;
     }
-    struct conn *conn = NULL;
-    if (unauthenticated >= UNAUTHENTICATED_MAX || !peer_is_host(&peer) || !(conn = calloc(1, sizeof(*conn)))) {
+    if (!peer_is_host(&peer)) {
         close(fd);
         return;
     }
-    if (watch_open(&conn->watch, fd, EPOLLIN, conn_event) < 0) {
-        free(conn);
-        return;
-    }
-    conn->ready.ready_next = conn->ready.ready_prev = &conn->ready;
-    buf_init(&conn->in, HELLO_BYTES);
-    buf_init(&conn->out, OUT_MAX);
-    timer_set(&conn->hello_timer, HELLO_TIMEOUT_MS, hello_late);
-    conn->next = all;
-    all = conn;
-    unauthenticated++;
+    (void)conn_adopt(fd);
 }
 
 int conn_listen(int fd)

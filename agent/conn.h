@@ -28,6 +28,8 @@ struct channel {
 };
 
 int conn_listen(int fd);
+/* A connected stream, which is a connection from now on; false: closed, there are too many. */
+bool conn_adopt(int fd);
 /* Once per round: fills and writes the queue of the connection in charge. */
 void conn_service(void);
 bool conn_is_idle(void); /* nothing left to write */

@@ -5,6 +5,7 @@
 #include "conn.h"
 #include "exec.h"
 #include "files.h"
+#include "guest.h"
 #include "net.h"
 #include "shutdown.h"
 #include "spawn.h"
@@ -16,7 +17,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/prctl.h>
-#include <sys/reboot.h>
 #include <sys/resource.h>
 #include <sys/signalfd.h>
 #include <sys/syscall.h>
@@ -111,7 +111,7 @@ static void after_round(void)
 
 struct arguments {
     int listen_fd, cgroup_fd;
-    bool container;
+    bool container, guest;
 };
 
 static int fd_argument(const char *text)
@@ -127,7 +127,10 @@ static int fd_argument(const char *text)
 
 static struct arguments parse(int argc, char **argv)
 {
-    struct arguments a = {-1, -1, false};
+    /* As an initramfs's first program; words on the kernel's command line that it does not know become arguments. */
+    struct arguments a = {-1, -1, false, getpid() == 1 && strcmp(argv[0], "/init") == 0};
+    if (a.guest)
+        return a;
     for (int i = 1; i < argc; i++) {
         if (strncmp(argv[i], "--listen-fd=", 12) == 0)
             a.listen_fd = fd_argument(argv[i] + 12);
@@ -197,12 +200,15 @@ static bool better_protected(void)
 
 static void set_up(int argc, char **argv)
 {
+    struct arguments a = parse(argc, argv);
+    if (a.guest)
+        a.cgroup_fd = guest_enter();
     spawn_config.reset_oom = better_protected(); /* readable only while dumpable; nothing of ours is open yet */
     if (prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) < 0)
         die("PR_SET_DUMPABLE");
     (void)prctl(PR_SET_NAME, "dsec-agent", 0, 0, 0); /* started by a descriptor, it would be called by its number */
-    struct arguments a = parse(argc, argv);
-    close_strays(&a);
+    if (!a.guest)
+        close_strays(&a);
     open_null();
     raise_file_limit();
     spawn_config.container = a.container;
@@ -216,10 +222,10 @@ static void set_up(int argc, char **argv)
     /* For what commands may gain by execve; once, here, since each of them inherits it. */
     if (a.container && caps_bound() < 0)
         die("capability bounding set");
-    if (a.container && net_loopback_up() < 0)
+    if ((a.container || a.guest) && net_loopback_up() < 0)
         dprintf(2, "dsec-agent: loopback: %s\n", strerror(errno)); /* a sandbox without it is still of use */
     take_signals();
-    if (fcntl(a.listen_fd, F_SETFL, O_NONBLOCK) < 0 || conn_listen(a.listen_fd) < 0)
+    if (a.guest ? guest_listen() < 0 : fcntl(a.listen_fd, F_SETFL, O_NONBLOCK) < 0 || conn_listen(a.listen_fd) < 0)
         die("listen");
 }
 
@@ -227,9 +233,7 @@ int main(int argc, char **argv)
 {
     set_up(argc, argv);
     loop_run(&agent_stop, after_round);
-    if (getpid() == 1 && !spawn_config.container) {
-        sync();
-        (void)reboot(RB_POWER_OFF);
-    }
+    if (getpid() == 1 && !spawn_config.container)
+        guest_end();
     _exit(0);
 }

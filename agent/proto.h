@@ -50,6 +50,8 @@ enum frame_type {
     T_FILE_MKDIR = 0x27,
     T_FILE_RENAME = 0x28,
     T_READY = 0x29,
+    T_FREEZE = 0x38,
+    T_LIMIT = 0x39,
 };
 
 enum tag {

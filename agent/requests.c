@@ -4,6 +4,7 @@
 #include "conn.h"
 #include "exec.h"
 #include "files.h"
+#include "machine.h"
 #include "shutdown.h"
 
 #include <ctype.h>
@@ -441,6 +442,10 @@ static request_handler *handler_of(uint8_t type)
         return do_shutdown;
     case T_PEEK:
         return do_peek;
+    case T_FREEZE:
+        return machine_freeze;
+    case T_LIMIT:
+        return machine_limit;
     default:
         return NULL;
     }

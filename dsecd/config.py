@@ -85,6 +85,40 @@ class NetworkPools(_Section):
     flows_per_sandbox: int = Field(4096, ge=16, le=1 << 20, description="connections of one sandbox at a time")
 
 
+class Microvm(_Section):
+    """How microVMs are made."""
+
+    monitor: Literal["auto", "qemu", "firecracker"] = Field(
+        "auto", description="auto is Firecracker where it works, else QEMU; machines that run stay with theirs"
+    )
+    firecracker: str = Field(
+        "auto", description="path of its program, with jailer beside it; auto: in the usual places"
+    )
+    kernel: str = Field(
+        "auto", description="path of what guests boot; auto: dsec-guest-kernel's, else Debian's cloud kernel in /boot"
+    )
+    accelerator: Literal["auto", "kvm", "tcg"] = Field(
+        "auto", description="auto is kvm where it runs guests, see `dsecctl host`, else tcg, which emulates"
+    )
+    vcpus: int = Field(1, ge=1, le=32, description="of a sandbox without a CPU limit; with one, as many as it needs")
+    memory_bytes: int = Field(512 << 20, ge=128 << 20, le=1 << 40, description="of a sandbox without a memory limit")
+    disk_bytes: int = Field(8 << 30, ge=64 << 20, le=1 << 43, description="what a sandbox can write; a sparse file")
+    boot_timeout_s: float = Field(60.0, ge=1, le=3600, description="a guest whose agent is silent so long is given up")
+    share_layers: bool = Field(
+        True, description="one copy in memory for all sandboxes of an environment, which can tell what others read"
+    )
+    kept_environments_bytes: int = Field(
+        20 << 30, ge=0, description="of environments that no sandbox uses, kept on disk for the next that would"
+    )
+
+    @field_validator("kernel", "firecracker")
+    @classmethod
+    def _path_is_auto_or_absolute(cls, value: str) -> str:
+        if value != "auto" and not value.startswith("/"):
+            raise ValueError(f"must be an absolute path or 'auto', got {value!r}")
+        return value
+
+
 class Config(_Section):
     """All settings. Paths are absolute; nothing here is created or checked on disk."""
 
@@ -113,6 +147,7 @@ class Config(_Section):
     limits: RequestLimits = RequestLimits()
     admission: Admission = Admission()
     network: NetworkPools = NetworkPools()
+    microvm: Microvm = Microvm()
 
     @field_validator("socket_mode", mode="before")
     @classmethod

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dsecd.backends import BACKENDS
-from dsecd.backends.base import Backend, NetworkSite, Site
+from dsecd.backends.base import Backend, MachineSettings, NetworkSite, Site
 from dsecd.config import Config, check_ids
 from dsecd.core import reconcile
 from dsecd.core.admission import Admission
@@ -60,6 +60,7 @@ async def build_core(config: Config, place: Place, store: Store, events: Events,
             ipv4_pool=config.network.ipv4_pool, ipv6_pool=config.network.ipv6_pool, uid_base=config.uid_base,
             flows_per_sandbox=config.network.flows_per_sandbox, program=config.egress_path,
         ),
+        machines=MachineSettings(**config.microvm.model_dump()),
     )  # fmt: skip
     backends: Mapping[str, Backend] = {name: make(site) for name, make in BACKENDS.items()}
     records = reconcile.load(store)

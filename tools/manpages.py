@@ -176,7 +176,7 @@ def default_text(value: Any) -> str:
         return "[]"
     if isinstance(value, bool):
         return str(value).lower()
-    return str(value) if isinstance(value, int) else f'"{value}"'
+    return str(value) if isinstance(value, int | float) else f'"{value}"'
 
 
 def settings(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -10,11 +10,13 @@ from collections.abc import Callable, Mapping
 
 from dsecd.backends.base import Backend, Site
 from dsecd.backends.container import ContainerBackend
+from dsecd.backends.microvm import MicrovmBackend
 
 #: A backend that is not built yet is not here, and asking for it is ``feature-missing``.
 BACKENDS: Mapping[str, Callable[[Site], Backend]] = {
     "container": ContainerBackend,
+    "microvm": MicrovmBackend,
 }
 
 #: What the design names; those not in BACKENDS are planned.
-PLANNED = ("microvm", "fullvm", "fncall")
+PLANNED = ("fullvm", "fncall")

@@ -37,6 +37,22 @@ class NetworkSite:
 
 
 @dataclass(frozen=True)
+class MachineSettings:
+    """How virtual machines are made on this host; ``config.py`` says what each means."""
+
+    monitor: Literal["auto", "qemu", "firecracker"] = "auto"
+    firecracker: str = "auto"
+    kernel: str = "auto"
+    accelerator: str = "auto"
+    vcpus: int = 1
+    memory_bytes: int = 512 << 20
+    disk_bytes: int = 8 << 30
+    boot_timeout_s: float = 60.0
+    share_layers: bool = True
+    kept_environments_bytes: int = 20 << 30
+
+
+@dataclass(frozen=True)
 class Site:
     """The places of this host that backends work in."""
 
@@ -49,6 +65,7 @@ class Site:
     generation: int  # counts the daemon's starts
     network: NetworkSite
     core_scheduling: Literal["off", "class", "sandbox"] = "off"  # as far as the kernel can
+    machines: MachineSettings = MachineSettings()
 
 
 @dataclass

@@ -49,6 +49,23 @@ def make_index(headers: Path, image: Path, *, timeout_s: float = 600) -> None:
         raise
 
 
+def make_whole(tree: Path, image: Path, *, timeout_s: float = 3600) -> None:
+    """Write an image that holds a directory tree with its content, for a machine that maps it.  Blocks.
+
+    Nothing is compressed, and no file lies inside its inode: only whole blocks can be mapped (DAX).  Raises
+    ProcessFailed with what mkfs.erofs said; no image is left then.
+    """
+    argv: list[str | Path] = [
+        "mkfs.erofs", "--quiet", "-T0", "--mkfs-time", f"-U{IMAGE_UUID}", "-b4096", "-Enoinline_data",
+        image, tree,
+    ]
+    try:
+        proc.run_blocking(argv, timeout_s=timeout_s)
+    except BaseException:
+        image.unlink(missing_ok=True)
+        raise
+
+
 def mount(image: Path) -> int:
     """Read-only mount of an image file, without a loop device: a detached mount fd.
 

@@ -36,7 +36,7 @@ class Machine:
 
     kernel: Path
     initramfs: Path | None
-    cmdline: str  # the driver adds what its machine type needs, such as the console
+    cmdline: str  # the driver adds what its machine type needs: the console, how to end, how the agent is reached
     vcpus: int
     memory_bytes: int
     layers: tuple[Path, ...] = ()  # read-only images, shared by machines: /dev/pmem0, /dev/pmem1, …

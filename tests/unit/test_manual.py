@@ -48,7 +48,9 @@ def test_every_command_has_its_section_and_example() -> None:
 def test_every_setting_is_explained() -> None:
     text = rendered("dsecd.toml.5")
     for name in Config.model_fields:
-        sections = {"limits": "max_request_bytes", "admission": "mode", "network": "ipv4_pool"}
+        sections = {
+            "limits": "max_request_bytes", "admission": "mode", "network": "ipv4_pool", "microvm": "monitor",
+        }  # fmt: skip
         name = f"{name}.{sections[name]}" if name in sections else name  # noqa: PLW2901
         found = re.search(rf"^ +{re.escape(name)}(?: +|\n +)(\S.*)$", text, re.MULTILINE)
         assert found, name

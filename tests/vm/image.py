@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from dsecd.linux import cpio
 from tests.support.rootfs import clean_environment
-from tests.vm import cpio
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 SUITE = "trixie"

@@ -81,6 +81,8 @@ class Type:
     FILE_MKDIR: Final = 0x27
     FILE_RENAME: Final = 0x28
     READY: Final = 0x29
+    FREEZE: Final = 0x38
+    LIMIT: Final = 0x39
 
 
 class Tag:

@@ -30,6 +30,7 @@ from dsecd.backends.agentlink.frames import (
     raw,
     u64,
 )
+from dsecd.backends.agentlink.machine import MachineRequests
 from dsecd.backends.agentlink.pulse import Pulse
 from dsecd.backends.agentlink.records import (
     MAX_PID,
@@ -159,6 +160,7 @@ class AgentLink:
         self.version = hello.text(Tag.VERSION, 64)
         self.pid_count = hello.u64(Tag.PID_COUNT, MAX_PID, 0)
         self._conn = conn
+        self.machine = MachineRequests(conn)
         self._listings = asyncio.Semaphore(MAX_LISTINGS)
 
     async def close(self) -> None:

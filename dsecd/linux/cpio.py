@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writing cpio archives, the form of an initramfs.
 
-Here: the "newc" format of Linux's Documentation/driver-api/early-userspace/buffer-format.rst, as far as an
-initramfs of directories and plain files goes. Not here: what belongs in one (``image.py``).
+What belongs here: the "newc" format of Linux's Documentation/driver-api/early-userspace/buffer-format.rst, as far as
+an initramfs of directories and plain files goes.  What does not: what is in one.
 """
 
 from __future__ import annotations

@@ -1,0 +1,11 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Requests about the whole machine, which only an agent that owns one takes: a container's host does these itself. */
+#ifndef DSEC_MACHINE_H
+#define DSEC_MACHINE_H
+
+#include "conn.h"
+
+void machine_freeze(struct conn *conn, uint32_t channel, const struct request *r);
+void machine_limit(struct conn *conn, uint32_t channel, const struct request *r);
+
+#endif

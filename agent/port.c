@@ -1,0 +1,230 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "port.h"
+
+#include "buf.h"
+#include "conn.h"
+#include "loop.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <time.h>
+#include <unistd.h>
+
+/*
+ * A port is one stream in each direction for the machine's whole life. A host that comes anew cannot know where in a
+ * frame the one before it stopped, and nobody may notice that it came: the machine may have stood still meanwhile. So a
+ * connection begins with a prelude, wherever it stands in the stream: MAGIC, the key, a nonce. The key is what the
+ * first one brought; later preludes have to have the same, so that no file that is uploaded can hold one. We answer
+ * with the same bytes, and what the host reads before them belongs to others. Behind the preludes each connection is a
+ * socket pair, of which conn.c has the other end.
+ */
+#define MAGIC "\177dsec-connect-1\n"
+#define MAGIC_BYTES (sizeof(MAGIC) - 1)
+#define KEY_BYTES 16u
+#define PRELUDE_BYTES (MAGIC_BYTES + 2 * KEY_BYTES)
+#define QUEUE_BYTES ((size_t)128 << 10)
+#define READ_BYTES ((size_t)32 << 10) /* the driver takes no more in one call */
+#define HOLD_MS 5                     /* for the rest of what may be a prelude */
+
+static struct watch port, inner; /* inner.fd is -1 between connections */
+static struct buf inbound, outbound;
+static struct timer hold;
+static bool let_through; /* what looked like a prelude's beginning was none */
+static uint8_t key[KEY_BYTES];
+static bool have_key;
+
+static void pump(void);
+
+static void end_inner(void)
+{
+    watch_close(&inner);
+    buf_free(&outbound);
+}
+
+static void inner_ready(struct watch *w, uint32_t events)
+{
+    (void)w;
+    (void)events;
+    pump();
+}
+
+static void begin(const uint8_t *prelude)
+{
+    int pair[2];
+    end_inner();
+    memcpy(key, prelude + MAGIC_BYTES, KEY_BYTES);
+    have_key = true;
+    if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, pair) < 0)
+        return; /* the host hears nothing, and tries again */
+    if (!conn_adopt(pair[1]) || watch_open(&inner, pair[0], EPOLLIN, inner_ready) < 0)
+        return;
+    (void)buf_add(&outbound, prelude, PRELUDE_BYTES);
+}
+
+/* How many bytes from the start are certainly no part of a prelude. */
+static size_t plain_bytes(void)
+{
+    const uint8_t *data = buf_head(&inbound);
+    for (size_t i = 0; i < inbound.len; i++) {
+        size_t left = inbound.len - i, n = left < MAGIC_BYTES ? left : MAGIC_BYTES;
+        if (data[i] == (uint8_t)MAGIC[0] && memcmp(data + i, MAGIC, n) == 0 &&
+            (left < MAGIC_BYTES + KEY_BYTES || !have_key || memcmp(data + i + MAGIC_BYTES, key, KEY_BYTES) == 0))
+            return i;
+    }
+    return inbound.len;
+}
+
+static void hold_ends(struct timer *t)
+{
+    (void)t;
+    let_through = true;
+    pump();
+}
+
+static bool deliver(size_t n)
+{
+    if (inner.fd < 0) {
+        buf_take(&inbound, n);
+        return true;
+    }
+    ssize_t sent = send(inner.fd, buf_head(&inbound), n, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (sent < 0 && errno != EAGAIN && errno != EINTR) {
+        end_inner(); /* conn.c gave it up; the host sees that when its next prelude is answered */
+        return true;
+    }
+    if (sent > 0)
+        buf_take(&inbound, (size_t)sent);
+    return sent == (ssize_t)n;
+}
+
+/* Everything that may go on to the connection, or begins another; false: no room there now. */
+static bool sort_inbound(void)
+{
+    while (inbound.len > 0) {
+        size_t n = plain_bytes();
+        if (n == 0 && inbound.len >= PRELUDE_BYTES) {
+            begin(buf_head(&inbound));
+            buf_take(&inbound, PRELUDE_BYTES);
+            continue;
+        }
+        if (n == 0 && !let_through) {
+            if (!timer_is_set(&hold))
+                timer_set(&hold, HOLD_MS, hold_ends);
+            return true;
+        }
+        let_through = false;
+        if (!deliver(n ? n : 1))
+            return false;
+    }
+    return true;
+}
+
+/* Into a queue from a descriptor; false: nothing more now. `ended`: it has no other side. */
+static bool fill(int fd, struct buf *queue, bool *ended)
+{
+    if (queue->len + READ_BYTES > QUEUE_BYTES)
+        return false;
+    uint8_t *at = buf_reserve(queue, READ_BYTES);
+    if (at == NULL) {
+        queue->failed = false;
+        return false;
+    }
+    ssize_t n = read(fd, at, READ_BYTES);
+    *ended = n == 0 || (n < 0 && errno != EAGAIN && errno != EINTR);
+    if (n <= 0)
+        return false;
+    buf_commit(queue, (size_t)n);
+    return true;
+}
+
+static bool drain_outbound(void)
+{
+    while (outbound.len > 0) {
+        size_t n = outbound.len < READ_BYTES ? outbound.len : READ_BYTES;
+        ssize_t written = write(port.fd, buf_head(&outbound), n);
+        if (written <= 0)
+            return false;
+        buf_take(&outbound, (size_t)written);
+    }
+    return true;
+}
+
+static void pump(void)
+{
+    bool ended = false, room = sort_inbound();
+    while (room && fill(port.fd, &inbound, &ended)) {
+        timer_stop(&hold);
+        room = sort_inbound();
+    }
+    if (ended)
+        end_inner(); /* no host: nobody reads, and the execs' readers are to know */
+    ended = false;
+    bool flowing = drain_outbound();
+    while (inner.fd >= 0 && flowing && fill(inner.fd, &outbound, &ended))
+        flowing = drain_outbound();
+    if (ended)
+        watch_close(&inner);
+    if (inner.fd >= 0)
+        watch_set(&inner, (outbound.len + READ_BYTES > QUEUE_BYTES || !flowing ? 0u : (uint32_t)EPOLLIN) |
+                              (room ? 0u : (uint32_t)EPOLLOUT));
+}
+
+static void port_ready(struct watch *w, uint32_t events)
+{
+    (void)w;
+    (void)events;
+    pump();
+}
+
+/* ---- finding it */
+
+static bool has_name(const char *device, const char *name)
+{
+    char path[300], text[128];
+    snprintf(path, sizeof(path), "/sys/class/virtio-ports/%s/name", device);
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0)
+        return false;
+    ssize_t n = read(fd, text, sizeof(text) - 1);
+    close(fd);
+    size_t len = strlen(name);
+    return n == (ssize_t)len + 1 && memcmp(text, name, len) == 0;
+}
+
+static int find(const char *name)
+{
+    char path[300];
+    int fd = -1;
+    DIR *dir = opendir("/sys/class/virtio-ports");
+    if (dir == NULL)
+        return -1;
+    for (struct dirent *e; fd < 0 && (e = readdir(dir)) != NULL;) {
+        if (e->d_name[0] == '.' || !has_name(e->d_name, name))
+            continue;
+        snprintf(path, sizeof(path), "/dev/%s", e->d_name);
+        fd = open(path, O_RDWR | O_NONBLOCK | O_CLOEXEC);
+    }
+    closedir(dir);
+    return fd;
+}
+
+int port_open(const char *name, int wait_ms)
+{
+    const struct timespec poll = {.tv_nsec = 2000000};
+    int fd;
+    inner.fd = -1;
+    buf_init(&inbound, QUEUE_BYTES);
+    buf_init(&outbound, QUEUE_BYTES);
+    for (; (fd = find(name)) < 0 && wait_ms > 0; wait_ms -= 2)
+        nanosleep(&poll, NULL);
+    if (fd < 0) {
+        errno = ENODEV;
+        return -1;
+    }
+    /* By edges: while no host is there it hangs up for ever. The driver wakes us for every change. */
+    return watch_open(&port, fd, EPOLLIN | EPOLLOUT | (uint32_t)EPOLLET, port_ready);
+}

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What virtual machine a sandbox becomes: its sizes, its command line, and which limits are whose.
+
+What belongs here: pure functions of a spec and the host's settings. What does not: making it (``microvm_steps.py``).
+
+Memory is the guest's size, and processes are counted in the guest; processor time and disk rates are limits of the
+monitor's cgroup, since only the host can hold a guest to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from dsecd.backends import oci
+from dsecd.backends.base import MachineSettings
+from dsecd.backends.limits import DEFAULT_PIDS_MAX
+from dsecd.vmm.base import ALIGN_BYTES, Machine
+from dsecd.vmm.guest import Boot
+from libdsec import errors
+from libdsec.network import Policy
+from libdsec.types import Limits, SandboxSpec
+
+#: What a monitor needs beside its guest's memory: its own, and translated code.
+_OVERHEAD_BYTES = 192 << 20
+_MEMORY_MIN_BYTES = 128 << 20
+_VCPUS_MAX = 32
+#: Limits that the guest keeps, or that are the size of the machine.
+_OF_GUEST = ("memory_max_bytes", "memory_oom_group", "pids_max")
+_CPU_PERIOD_US = 100_000
+
+
+def machine(
+    sandbox_id: str, spec: SandboxSpec, settings: MachineSettings, boot: Boot, *, environment: Path, disk: Path
+) -> Machine:
+    """The machine of a sandbox."""
+    permil = spec.limits.cpu_max_permil
+    return Machine(
+        kernel=boot.kernel, initramfs=boot.initramfs, cmdline=command_line(sandbox_id, spec),
+        vcpus=settings.vcpus if permil is None else min(_VCPUS_MAX, -(-permil // 1000)),
+        memory_bytes=_memory(spec.limits, settings) // ALIGN_BYTES * ALIGN_BYTES,
+        layers=(environment,), disk=disk,
+    )  # fmt: skip
+
+
+def command_line(sandbox_id: str, spec: SandboxSpec) -> str:
+    """What the agent is told by the kernel's command line (``agent/guest.c``)."""
+    words = {
+        "layers": 1,
+        "hostname": oci.hostname(sandbox_id, spec),
+        "pids": spec.limits.pids_max or DEFAULT_PIDS_MAX,
+        "oom_group": int(spec.limits.memory_oom_group or False),
+        "tmp": spec.tmp_size_bytes,
+        "shm": spec.shm_size_bytes,
+        "readonly": int(spec.readonly_root),
+    }
+    return " ".join(f"dsec.{name}={value}" for name, value in words.items())
+
+
+def _memory(limits: Limits, settings: MachineSettings) -> int:
+    return limits.memory_max_bytes or settings.memory_bytes
+
+
+def asked_of_host(limits: Limits) -> Limits:
+    """Those of the limits that the monitor's cgroup has to hold."""
+    return limits.model_copy(update=dict.fromkeys(_OF_GUEST))
+
+
+def host_limits(limits: Limits, settings: MachineSettings) -> Limits:
+    """What lies on the monitor's cgroup."""
+    most = _memory(limits, settings) + _OVERHEAD_BYTES
+    return asked_of_host(limits).model_copy(update={"memory_max_bytes": most})
+
+
+def check(spec: SandboxSpec) -> None:
+    """Raise InvalidSpec for a machine that could not boot, FeatureMissing for what only containers have."""
+    check_network(spec.network)
+    if spec.cpu_class == "batch":
+        raise errors.FeatureMissing("spec.cpu_class: a microVM cannot be of class batch yet", feature="microvm-batch")
+    asked = spec.limits.memory_max_bytes
+    if asked is not None and asked < _MEMORY_MIN_BYTES:
+        raise errors.InvalidSpec(
+            f"spec.limits.memory_max_bytes: a microVM needs at least {_MEMORY_MIN_BYTES >> 20} MiB, got {asked} bytes"
+        )
+
+
+def check_network(policy: Policy) -> None:
+    """Raise FeatureMissing for one that opens anything."""
+    if policy != "none":
+        raise errors.FeatureMissing("spec.network: a microVM has no network device yet", feature="microvm-network")
+
+
+def check_change(sandbox_id: str, old: Limits, new: Limits) -> None:
+    """Raise FeatureMissing for what cannot change while a machine runs."""
+    changed = [name for name in ("memory_max_bytes", "memory_oom_group") if getattr(old, name) != getattr(new, name)]
+    if changed:
+        raise errors.FeatureMissing(
+            f"limit '{sandbox_id}': {', '.join(changed)} of a microVM are set when it is created",
+            hint="create another with the limit you need", feature="microvm-limit-change",
+        )  # fmt: skip
+
+
+def exec_limits(limits: Limits) -> Mapping[str, str]:
+    """Limits of one command as attributes of its cgroup in the guest, whose kernel has these controllers."""
+    named = limits.model_dump(exclude_none=True)
+    foreign = sorted(name for name in named if name.startswith("io_"))
+    if foreign:
+        raise errors.FeatureMissing(
+            f"limit {', '.join(foreign)}: a microVM's disk rates are limited as a whole", feature="microvm-exec-io"
+        )
+    plain = {
+        "memory.max": limits.memory_max_bytes,
+        "memory.high": limits.memory_high_bytes,
+        "memory.swap.max": limits.swap_max_bytes,
+        "memory.oom.group": None if limits.memory_oom_group is None else int(limits.memory_oom_group),
+        "cpu.idle": None if limits.cpu_idle is None else int(limits.cpu_idle),
+        "cpu.weight": limits.cpu_weight,
+        "pids.max": limits.pids_max,
+    }
+    values = {name: str(value) for name, value in plain.items() if value is not None}
+    if limits.cpu_max_permil is not None:
+        values["cpu.max"] = f"{limits.cpu_max_permil * _CPU_PERIOD_US // 1000} {_CPU_PERIOD_US}"
+    return values

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the steps that run a microVM do and undo.
+
+What belongs here: one method for each step and one for its undo, which works from the box's id alone. What does not:
+their order (``microvm.py``), what stays after a stop (``microvm_disks.py``), what machine it is (``machines.py``), the
+monitor (``dsecd.vmm``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from pathlib import Path
+
+from dsecd.backends import machines
+from dsecd.backends.agentlink.link import connect_socket
+from dsecd.backends.base import Box, Site, translated
+from dsecd.backends.limits import DEFAULT_PIDS_MAX, LimitWriter
+from dsecd.backends.machine_host import MachineHost
+from dsecd.backends.microvm_disks import MicrovmDisks
+from dsecd.backends.plan import in_thread
+from dsecd.linux import cgroup, mountns
+from dsecd.vmm.base import Place
+from libdsec import errors
+from libdsec.types import Limits
+
+_CGROUP_PREFIX = "vm-"
+_GREET_S = 15.0
+_RECONNECT_S = 15.0
+_KILL_TIMEOUT_S = 10.0
+_GONE_TIMEOUT_S = 1.0
+
+
+class MicrovmSteps:
+    """Everything a running microVM has on this host, made and removed by the id of its box."""
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._settings = site.machines
+        self.disks = MicrovmDisks(site)
+        self._runs = site.runtime_dir / "vms"
+        self._runs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        cgroup.create(site.cgroup_dir)
+        self.host = MachineHost(site)
+        self._driver = self.host.driver
+        self._limits = LimitWriter(site.cgroup_dir, site.state_dir)
+        # A boot is work for a processor from its beginning to its end: more at once only get slower.
+        self._launches = asyncio.Semaphore(max(2, os.cpu_count() or 1))
+        self._threads = mountns.FreshThreads()
+
+    def check(self, limits: Limits) -> list[str]:
+        """Raise for what is asked for and cannot be had here; nothing is off by default."""
+        self._limits.check(machines.asked_of_host(limits))
+        return []
+
+    def residents(self) -> set[str]:
+        found = {path.name for place in (self.disks.directory, self._runs) for path in place.iterdir()}
+        groups = {path.name for path in cgroup.children(self._site.cgroup_dir)}
+        found |= {name.removeprefix(_CGROUP_PREFIX) for name in groups if name.startswith(_CGROUP_PREFIX)}
+        return found | self._driver.residents()
+
+    def cgroup(self, box: Box) -> Path:
+        """The cgroup of everything of the box; the monitor is in its child ``run``."""
+        return self._site.cgroup_dir / f"{_CGROUP_PREFIX}{box.id}"
+
+    def place(self, box: Box) -> Place:
+        return Place(id=box.id, rundir=self._runs / box.id, cgroup=self.cgroup(box) / "run", uid=box.uid_base)
+
+    def last_words(self, box: Box) -> str:
+        return self._driver.last_words(self.place(box))
+
+    async def make_rundir(self, box: Box) -> None:
+        with translated(f"start '{box.id}'"):
+            (self._runs / box.id).mkdir(mode=0o700)
+
+    async def remove_rundir(self, box: Box) -> None:
+        shutil.rmtree(self._runs / box.id, ignore_errors=True)
+
+    async def make_cgroup(self, box: Box) -> None:
+        with translated(f"start '{box.id}'"):
+            await in_thread(cgroup.create, self.cgroup(box) / "run")
+
+    async def remove_cgroup(self, box: Box) -> None:
+        with translated(f"remove the cgroup of '{box.id}'"):
+            await cgroup.wait_empty(self.cgroup(box), _GONE_TIMEOUT_S)
+            await in_thread(cgroup.remove, self.cgroup(box), _GONE_TIMEOUT_S)
+
+    async def launch(self, box: Box) -> None:
+        with translated(f"start '{box.id}'"):
+            boot = await in_thread(self.host.boot)
+            machine = machines.machine(
+                box.id, box.spec, self._settings, boot,
+                environment=self.disks.environment(box), disk=self.disks.disk(box),
+            )  # fmt: skip
+            async with self._launches:
+                await in_thread(self._driver.start, self.place(box), machine, executor=self._threads)
+
+    async def end(self, box: Box) -> None:
+        """Kill the monitor, wherever its start got to."""
+        with translated(f"end '{box.id}'"):
+            if cgroup.populated(self.cgroup(box)):
+                await in_thread(cgroup.kill, self.cgroup(box))
+        if not await cgroup.wait_empty(self.cgroup(box), _KILL_TIMEOUT_S):
+            raise errors.TimedOut(
+                f"end '{box.id}': its monitor still lives {_KILL_TIMEOUT_S:g} s after SIGKILL (stuck in the kernel?)",
+                hint="delete it again later; its resources stay reserved until then",
+            )
+        with translated(f"end '{box.id}'"):
+            await in_thread(self._driver.forget, self.place(box))
+        box.process = None
+
+    async def identify_and_connect(self, box: Box) -> None:
+        box.process = self._driver.process(self.place(box))
+        try:
+            await self._connect(box, self._settings.boot_timeout_s)
+        except (errors.SandboxLost, errors.Refused) as error:
+            raise errors.BackendFailed(
+                f"start '{box.id}': its machine ended before its agent answered; last words: {self.last_words(box)!r}"
+            ) from error
+        except errors.TimedOut as error:
+            raise errors.BackendFailed(
+                f"start '{box.id}': its agent did not answer within {self._settings.boot_timeout_s:g} s; "
+                f"last words: {self.last_words(box)!r}",
+                hint="raise microvm.boot_timeout_s in dsecd.toml on a slow host",
+            ) from error
+
+    async def disconnect(self, box: Box) -> None:
+        if box.link is not None:
+            link, box.link = box.link, None
+            await link.close()
+
+    async def reconnect(self, box: Box) -> None:
+        await self._connect(box, _RECONNECT_S)
+
+    async def _connect(self, box: Box, timeout_s: float) -> None:
+        with translated(f"connect to the agent of '{box.id}'"):
+            sock = await self._driver.dial(self.place(box), timeout_s)
+            box.link = await connect_socket(
+                sock, generation=self._site.generation, timeout_s=_GREET_S, on_lost=box.on_link_lost
+            )
+
+    async def apply_limits(self, box: Box) -> None:
+        with translated(f"limit '{box.id}'"):
+            await self._limits.apply(self.cgroup(box), machines.host_limits(box.spec.limits, self._settings))
+
+    async def change_limits(self, box: Box, limits: Limits) -> None:
+        old = box.spec.limits
+        machines.check_change(box.id, old, limits)
+        if box.link is None:
+            raise errors.SandboxLost(f"limit '{box.id}': its agent does not answer", retryable=True)
+        with translated(f"limit '{box.id}'"):
+            if limits.pids_max != old.pids_max:
+                await box.link.machine.limit_pids(limits.pids_max or DEFAULT_PIDS_MAX)
+            before, after = (machines.host_limits(one, self._settings) for one in (old, limits))
+            await self._limits.change(self.cgroup(box), before, after)

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Connections over a virtio-serial port, which has no notion of them.
+
+What belongs here: the prelude that begins one, on the host's side (``agent/port.c`` is the other). What does not: where
+the port's socket is, and what is said afterwards.
+
+A port is one stream in each direction for all of the machine's life; what a former daemon or an interrupted frame left
+in it lies before the prelude, and is thrown away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+
+_MAGIC = b"\x7fdsec-connect-1\n"
+KEY_BYTES = 16
+#: More than everything that can be on its way: the agent's queues, the driver's and QEMU's.
+_STALE_BYTES = 4 << 20
+_READ_BYTES = 1 << 16
+
+
+async def begin(sock: socket.socket, key: bytes) -> None:
+    """Begin a connection and wait until the agent answers it. Raises ConnectionError, OSError.
+
+    ``key`` is secret, and always the same for a machine: the agent believes the first it hears, and only that later.
+    """
+    loop = asyncio.get_running_loop()
+    prelude = _MAGIC + key + os.urandom(KEY_BYTES)
+    await loop.sock_sendall(sock, prelude)
+    seen, stale = b"", 0
+    while stale < _STALE_BYTES:
+        wanted = len(prelude) - _overlap(seen, prelude)
+        if wanted == 0:
+            return
+        # Never more than what completes the prelude, if it is that: what follows is not ours to read.
+        piece = await loop.sock_recv(sock, wanted)
+        if not piece:
+            raise ConnectionResetError("the virtual machine closed the agent's port")
+        stale += len(piece)
+        seen = (seen + piece)[-len(prelude) :]
+    raise ConnectionAbortedError("the agent's port says everything but who it is")
+
+
+def _overlap(seen: bytes, prelude: bytes) -> int:
+    """How long an end of what was seen is a beginning of the prelude."""
+    return next(n for n in range(min(len(seen), len(prelude)), -1, -1) if seen.endswith(prelude[:n]))

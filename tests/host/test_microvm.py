@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MicroVM sandboxes through a real daemon and a real QEMU: the wall around them, and everything that may go wrong.
+
+What they do as all sandboxes do is in the tests that run for each backend. Effects are read from /proc, from inside,
+or by tests/support/residue.py.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from libdsec import Client
+from libdsec.errors import DsecError, FeatureMissing, InvalidSpec
+from libdsec.types import ExecRequest, Limits, SandboxSpec, State
+from tests.support import machines
+from tests.support.daemon import Daemon
+from tests.support.rootfs import debian_tar
+
+IMAGE = "debian:trixie"
+_DISK_BYTES = 256 << 20
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    with Daemon(config=machines.config(disk_bytes=_DISK_BYTES)) as running:
+        with running.client() as client:
+            client.finish(client.image_import(name=IMAGE, source=str(debian_tar()), kind="rootfs-tar"))
+        yield running
+
+
+@pytest.fixture
+def client(daemon: Daemon) -> Iterator[Client]:
+    with daemon.client() as connected:
+        yield connected
+
+
+@pytest.fixture(scope="module")
+def vm(daemon: Daemon) -> str:
+    """A machine for tests that leave it as it was."""
+    with daemon.client() as client:
+        return client.create(spec(), id="vm").id
+
+
+def spec(**more: object) -> SandboxSpec:
+    return SandboxSpec.model_validate({"image": IMAGE, "backend": "microvm", **more})
+
+
+def sh(client: Client, sandbox_id: str, script: str) -> str:
+    result = client.exec(sandbox_id, ExecRequest(argv=("sh", "-c", script)))
+    assert result.exit_code == 0, result
+    return result.text
+
+
+def monitor(daemon: Daemon, sandbox_id: str) -> int:
+    """The pid of its QEMU, as the kernel tells it."""
+    pids = (daemon.cgroup_dir / f"vm-{sandbox_id}" / "run" / "cgroup.procs").read_text().split()
+    (pid,) = [int(pid) for pid in pids]
+    assert Path(f"/proc/{pid}/exe").readlink().name.startswith("qemu-system")
+    return pid
+
+
+def until_failed(client: Client, sandbox_id: str) -> str:
+    return client.wait(sandbox_id, [State.FAILED], wait_s=60).reason or ""
+
+
+def test_a_kernel_of_its_own_over_the_same_tree(client: Client, vm: str) -> None:
+    assert sh(client, vm, "uname -n").strip() == "vm"
+    assert sh(client, vm, "cat /proc/sys/kernel/random/boot_id") != Path(
+        "/proc/sys/kernel/random/boot_id"
+    ).read_text()
+    assert sh(client, vm, "id -u; cat /etc/hosts").split()[0] == "0"
+    assert "trixie" in sh(client, vm, "cat /etc/os-release")
+
+
+def test_the_monitor_is_nobody_in_namespaces_of_its_own(daemon: Daemon, vm: str) -> None:
+    pid = monitor(daemon, vm)
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+    assert {int(uid) for uid in status["Uid"].split()}.isdisjoint({0, os.getuid()})
+    assert {int(status[name], 16) for name in ("CapPrm", "CapEff", "CapBnd", "CapAmb")} == {0}
+    assert (status["NoNewPrivs"], status["Seccomp"]) == ("1", "2")
+    for namespace in ("mnt", "net", "pid", "ipc", "uts"):
+        assert os.readlink(f"/proc/{pid}/ns/{namespace}") != os.readlink(f"/proc/self/ns/{namespace}")
+    # Only a loopback device, and of the host's files no more than programs and its own.
+    assert len(Path(f"/proc/{pid}/net/dev").read_text().splitlines()) == 3
+    assert {path.name for path in Path(f"/proc/{pid}/root").iterdir()} == {
+        "bin", "dev", "lib", "lib64", "m", "proc", "sbin", "usr",
+    }  # fmt: skip
+
+
+def test_what_is_mapped_is_not_copied(daemon: Daemon, client: Client, vm: str) -> None:
+    """The layer is the host's file, mapped shared; reading it takes no memory of the guest's."""
+    maps = Path(f"/proc/{monitor(daemon, vm)}/maps").read_text()
+    assert any("r--s" in line and line.endswith("/m/layer0") for line in maps.splitlines())
+    cached = "awk '/^Cached/ {print $2}' /proc/meminfo"
+    sh(client, vm, "cat /usr/bin/* > /dev/null")
+    before = int(sh(client, vm, cached))
+    read = int(sh(client, vm, "cat /usr/lib/*/*.so* | wc -c"))
+    assert read > 10 << 20
+    assert int(sh(client, vm, cached)) - before < (read >> 10) // 10
+
+
+def test_commands_survive_sigkill_of_the_daemon(daemon: Daemon, client: Client, vm: str) -> None:
+    script = "i=0; while [ $i -lt 60 ]; do i=$((i+1)); echo line $i; sleep 0.05; done; exit 7"
+    client.exec_start(vm, ExecRequest(argv=("sh", "-c", script), exec_id="count"))
+    pid = monitor(daemon, vm)
+    for _ in range(3):
+        time.sleep(0.5)
+        daemon.restart()
+    assert monitor(daemon, vm) == pid
+    result = client.exec_wait(vm, "count", wait_s=60)
+    assert result.exit_code == 7
+    assert result.stdout == b"".join(b"line %d\n" % number for number in range(1, 61))
+    assert client.inspect(vm).state == "running"
+
+
+def test_processes_are_limited_inside(client: Client, vm: str) -> None:
+    client.update(vm, limits=Limits(pids_max=40))
+    bomb = "for i in $(seq 100); do sleep 5 & done; true"
+    result = client.exec(vm, ExecRequest(argv=("sh", "-c", bomb)))
+    assert b"fork" in result.stderr.lower()
+    client.update(vm, limits=Limits())
+    with pytest.raises(FeatureMissing, match="memory_max_bytes of a microVM"):
+        client.update(vm, limits=Limits(memory_max_bytes=512 << 20))
+
+
+def test_a_full_disk_is_an_error_of_the_command(client: Client, vm: str) -> None:
+    result = client.exec(vm, ExecRequest(argv=("dd", "if=/dev/urandom", "of=/root/big", "bs=1M", "count=400")))
+    assert b"No space left on device" in result.stderr
+    assert sh(client, vm, "rm /root/big; sync; echo alive") == "alive\n"
+
+
+def test_stop_keeps_files_and_a_death_is_told_and_keeps_them_too(daemon: Daemon, client: Client) -> None:
+    client.create(spec(), id="mortal")
+    sh(client, "mortal", "echo kept > /root/file; touch /tmp/gone")
+    assert client.stop("mortal", grace_s=2).state == "stopped"
+    assert client.start("mortal").state == "running"
+    assert sh(client, "mortal", "cat /root/file; ls /tmp") == "kept\n"
+    # The guest's own end: a panic.
+    end = "echo more >> /root/file; sync; echo c > /proc/sysrq-trigger"
+    client.exec_start("mortal", ExecRequest(argv=("sh", "-c", end)))
+    reason = until_failed(client, "mortal")
+    assert reason.startswith("crash")
+    assert "sysrq triggered crash" in reason
+    client.start("mortal")
+    assert sh(client, "mortal", "cat /root/file") == "kept\nmore\n"
+    # The monitor's end.
+    os.kill(monitor(daemon, "mortal"), signal.SIGKILL)
+    assert until_failed(client, "mortal") == "crash"
+    assert not (daemon.cgroup_dir / "vm-mortal").exists()
+    client.delete("mortal")
+
+
+@pytest.mark.parametrize("harm", ["slow", "no kernel", "corrupt"])
+def test_a_guest_that_does_not_boot_is_told_and_nothing_is_left(harm: str, tmp_path: Path) -> None:
+    kernel = tmp_path / "kernel"
+    if harm == "corrupt":
+        kernel.write_bytes(os.urandom(4 << 20))
+    elif harm == "slow":
+        kernel = machines.guest_kernel()
+    with Daemon(config=machines.config(kernel=kernel, boot_timeout_s=1)) as daemon, daemon.client() as client:
+        client.finish(client.image_import(name=IMAGE, source=str(debian_tar()), kind="rootfs-tar"))
+        with pytest.raises(DsecError) as caught:
+            client.create(spec(), id="never")
+        wanted = {"slow": "did not answer within 1 s", "no kernel": "no such kernel", "corrupt": "ended before its"}
+        assert wanted[harm] in str(caught.value)
+        assert client.list().sandboxes == ()
+        assert daemon.residue() == []
+
+
+def test_too_little_memory_is_refused(client: Client) -> None:
+    with pytest.raises(InvalidSpec, match="at least 128 MiB"):
+        client.create(spec(limits=Limits(memory_max_bytes=64 << 20)))
+
+
+def test_residue_script_sees_what_a_machine_has(daemon: Daemon, vm: str) -> None:
+    """The control of every empty list above."""
+    found = "\n".join(daemon.residue())
+    for kind in ("process", "cgroup", "/vms/", "/crun-vm/"):
+        assert kind in found, found
+    assert vm in found
