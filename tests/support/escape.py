@@ -188,10 +188,10 @@ def by_another_neighbour() -> None:
         sendto(socket.AF_INET, ALLOWED4, OPEN)
 
 
-def attempts() -> dict[str, Callable[[], Any]]:
+def sockets() -> dict[str, Callable[[], Any]]:
+    """Ordinary sockets."""
     v4, v6 = socket.AF_INET, socket.AF_INET6
     return {
-        # ordinary sockets
         "tcp to another address": lambda: connect(v4, DENIED4, OPEN),
         "tcp to another port": lambda: connect(v4, ALLOWED4, SHUT),
         "tcp over ipv6 to another address": lambda: connect(v6, DENIED6, OPEN),
@@ -216,7 +216,12 @@ def attempts() -> dict[str, Callable[[], Any]]:
         "udp to a multicast group": lambda: sendto(v4, "224.0.0.251", 5353),
         "udp to a multicast group over ipv6": lambda: sendto(v6, "ff02::fb%eth0", 5353),
         "udp from an address that is not ours": lambda: sendto(v4, ALLOWED4, OPEN, first=bound_to(OTHER4)),
-        # IPv4 packets of our own making
+    }  # fmt: skip
+
+
+def packets4() -> dict[str, Callable[[], Any]]:
+    """IPv4 packets of our own making."""
+    return {
         "raw udp": lambda: send4(ip4(DENIED4, UDP, udp(OPEN))),
         "raw syn": lambda: send4(ip4(ALLOWED4, TCP, tcp(SHUT))),
         "raw ack of no connection": lambda: send4(ip4(DENIED4, TCP, tcp(OPEN, 16))),
@@ -249,7 +254,13 @@ def attempts() -> dict[str, Callable[[], Any]]:
         "igmp": lambda: send4(ip4("224.0.0.22", 2, b"\x22" + bytes(15))),
         "header that is too short": lambda: send4(ip4(ALLOWED4, UDP, udp(OPEN), words=4)),
         "header that is too long": lambda: send4(ip4(ALLOWED4, UDP, b"", words=15)),
-        # IPv6 packets of our own making
+    }  # fmt: skip
+
+
+def packets6() -> dict[str, Callable[[], Any]]:
+    """IPv6 packets of our own making."""
+    v6 = socket.AF_INET6
+    return {
         "raw udp over ipv6": lambda: send6(ip6(DENIED6, UDP, udp(OPEN))),
         "ipv6 source of another sandbox": lambda: send6(ip6(ALLOWED6, UDP, udp(OPEN), source=OTHER6)),
         "link-local source": lambda: send6(ip6(ALLOWED6, UDP, udp(OPEN), source="fe80::9")),
@@ -277,7 +288,12 @@ def attempts() -> dict[str, Callable[[], Any]]:
         "neighbour advertisement": lambda: send6(ip6("ff02::1", ICMP6, echo(136))),
         "ip in ipv6": lambda: send6(ip6(ALLOWED6, 4, ip4(DENIED4, UDP, udp(OPEN)))),
         "mapped target": lambda: send6(ip6(f"::ffff:{ALLOWED4}", UDP, udp(OPEN))),
-        # frames
+    }  # fmt: skip
+
+
+def frames() -> dict[str, Callable[[], Any]]:
+    """What is no IP packet, or not in an ordinary frame."""
+    return {
         "arp request": lambda: frame(0x0806, struct.pack("!HHBBH", 1, 0x0800, 6, 4, 1) + bytes(20), target=b"\xff" * 6),
         "arp reply": lambda: frame(0x0806, struct.pack("!HHBBH", 1, 0x0800, 6, 4, 2) + bytes(20)),
         "vlan tag": lambda: frame(0x8100, struct.pack("!HH", 5, 0x0800) + ip4(ALLOWED4, UDP, udp(OPEN))),
@@ -296,7 +312,12 @@ def attempts() -> dict[str, Callable[[], Any]]:
         "ipv4 that says it is ipv6": lambda: frame(0x86DD, ip4(ALLOWED4, UDP, udp(OPEN))),
         "ipv6 that says it is ipv4": lambda: frame(0x0800, ip6(ALLOWED6, UDP, udp(OPEN))),
         "ieee 802.3 frame": lambda: frame(46, b"\xaa\xaa\x03\0\0\0\x08\0" + ip4(ALLOWED4, UDP, udp(OPEN))),
-        # other settings
+    }  # fmt: skip
+
+
+def settings() -> dict[str, Callable[[], Any]]:
+    """Other addresses, neighbours and devices."""
+    return {
         "another address": from_another_address,
         "another hardware address": with_another_mac,
         "another neighbour": by_another_neighbour,
@@ -315,7 +336,7 @@ def attempts() -> dict[str, Callable[[], Any]]:
 
 
 def main() -> None:
-    known = attempts()
+    known = {**sockets(), **packets4(), **packets6(), **frames(), **settings()}
     print(json.dumps(list(known)), flush=True)
     for line in sys.stdin:
         name = line.strip()
