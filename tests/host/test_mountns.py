@@ -5,6 +5,7 @@ import asyncio
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,17 @@ def target(disk: Path) -> Path:
     path = disk / "target"
     path.mkdir()
     return path
+
+
+@pytest.fixture
+def pin(disk: Path) -> Iterator[Path]:
+    """Where to pin a namespace. Where mounts are shared, as on a host with systemd, its folder becomes a mount."""
+    holder = disk / "pins"
+    holder.mkdir()
+    yield holder / "mnt"
+    mountns.unpin(holder / "mnt")
+    if f" {holder} " in Path("/proc/self/mountinfo").read_text():
+        proc.run_blocking(["umount", holder], timeout_s=10)
 
 
 def test_new_namespace_is_private_and_not_ours() -> None:
@@ -173,23 +185,17 @@ print(os.getcwd(), Path(sys.argv[2], "file").read_text(), os.stat("/proc/self/ns
 """
 
 
-def test_mounts_survive_the_kill_of_their_maker(disk: Path, target: Path) -> None:
-    pin = disk / "pins" / "mnt"
-    pin.parent.mkdir()
-    try:
-        assert python(PIN_AND_DIE, pin, target).returncode == -signal.SIGKILL
-        assert "survivor" not in sources()
-        inode = pin.stat().st_ino
-        for _ in range(2):
-            done = python(ENTER, pin, target)
-            assert done.stdout.decode().split() == ["/", "written", "before", "the", "kill", str(inode)], done.stderr
-        assert inside(pin, "cat", target / "file") == "written before the kill"
-    finally:
-        mountns.unpin(pin)
+def test_mounts_survive_the_kill_of_their_maker(pin: Path, target: Path) -> None:
+    assert python(PIN_AND_DIE, pin, target).returncode == -signal.SIGKILL
+    assert "survivor" not in sources()
+    inode = pin.stat().st_ino
+    for _ in range(2):
+        done = python(ENTER, pin, target)
+        assert done.stdout.decode().split() == ["/", "written", "before", "the", "kill", str(inode)], done.stderr
+    assert inside(pin, "cat", target / "file") == "written before the kill"
 
 
-def test_many_processes_agree_on_one_pin(disk: Path) -> None:
-    pin = disk / "mnt"
+def test_many_processes_agree_on_one_pin(pin: Path) -> None:
     program = (
         "import os, sys; from pathlib import Path; from dsecd.linux import mountns; "
         "print(os.fstat(mountns.ensure_pinned(Path(sys.argv[1]))).st_ino)"
@@ -200,16 +206,12 @@ def test_many_processes_agree_on_one_pin(disk: Path) -> None:
         jobs = [proc.run(["python3", "-c", program, pin], timeout_s=60, env=env) for _ in range(6)]
         return {done.stdout for done in await asyncio.gather(*jobs)}
 
-    try:
-        assert asyncio.run(scenario()) == {b"%d\n" % pin.stat().st_ino}
-        lines = Path("/proc/self/mountinfo").read_text().splitlines()
-        assert len([line for line in lines if f" {pin} " in line]) == 1
-    finally:
-        mountns.unpin(pin)
+    assert asyncio.run(scenario()) == {b"%d\n" % pin.stat().st_ino}
+    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    assert len([line for line in lines if f" {pin} " in line]) == 1
 
 
-def test_unpin_undoes_pin_and_may_be_repeated(disk: Path) -> None:
-    pin = disk / "mnt"
+def test_unpin_undoes_pin_and_may_be_repeated(pin: Path) -> None:
     os.close(mountns.ensure_pinned(pin))
     assert mountns.is_pinned(pin)
     mountns.unpin(pin)
@@ -219,12 +221,11 @@ def test_unpin_undoes_pin_and_may_be_repeated(disk: Path) -> None:
     assert str(pin) not in Path("/proc/self/mountinfo").read_text()
 
 
-def test_plain_file_at_the_pin_is_not_taken_for_one(disk: Path) -> None:
-    (disk / "mnt").write_text("left by a crash between making the file and binding to it")
-    assert not mountns.is_pinned(disk / "mnt")
-    os.close(mountns.ensure_pinned(disk / "mnt"))
-    assert mountns.is_pinned(disk / "mnt")
-    mountns.unpin(disk / "mnt")
+def test_plain_file_at_the_pin_is_not_taken_for_one(pin: Path) -> None:
+    pin.write_text("left by a crash between making the file and binding to it")
+    assert not mountns.is_pinned(pin)
+    os.close(mountns.ensure_pinned(pin))
+    assert mountns.is_pinned(pin)
 
 
 @pytest.mark.usefixtures("own_mounts")

@@ -73,22 +73,15 @@ def run_host_tests(
     paths = [f"{folder}/tests/host/{name}" for name in names]
     options = ["-c", f"{folder}/setup.cfg", f"--rootdir={folder}", "-o", "timeout=600"]
     options += [f"--deselect=tests/host/{test}" for test in _TIMED]
-    # They expect what ./dev gives them: mounts that nobody else sees.
-    return _run(
-        vm, [*options, *paths], {"PYTHONPATH": folder}, may_skip or {}, timeout_s,
-        before=["unshare", "--mount", "--propagation", "private"],
-    )  # fmt: skip
+    return _run(vm, [*options, *paths], {"PYTHONPATH": folder}, may_skip or {}, timeout_s)
 
 
 def _run(
-    vm: VmHost, arguments: Sequence[str], env: Mapping[str, str], may_skip: Mapping[str, str], timeout_s: float,
-    *, before: Sequence[str] = (),
-) -> Report:  # fmt: skip
+    vm: VmHost, arguments: Sequence[str], env: Mapping[str, str], may_skip: Mapping[str, str], timeout_s: float
+) -> Report:
     word = f"run-{os.urandom(8).hex()}"
     xml = f"/root/{word}.xml"
-    command = [
-        *before, "python3", "-m", "pytest", f"--junit-xml={xml}", "-o", f"junit_suite_name={word}", *arguments,
-    ]  # fmt: skip
+    command = ["python3", "-m", "pytest", f"--junit-xml={xml}", "-o", f"junit_suite_name={word}", *arguments]
     result = vm.run(command, check=False, timeout_s=timeout_s, env=env)
     report = vm.run(["cat", xml], check=False).stdout
     return judge(result, report, word, may_skip)

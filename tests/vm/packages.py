@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import tarfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.support.rootfs import debian_tar
@@ -38,14 +39,25 @@ _LEFT_OUT = (
 #: Folders that crun and py3clean make for themselves; what is in the first would show.
 _OF_OTHERS = frozenset(("/run/crun", "/usr/share/python3/debpython/__pycache__"))
 
+_TRACES = """
+sort /sys/kernel/security/apparmor/profiles
+find /sys/fs/bpf -mindepth 1
+ip -oneline link | cut -d: -f2
+find /run/netns -mindepth 1 2>/dev/null || true
+losetup --all
+cat /sys/kernel/mm/damon/admin/kdamonds/nr_kdamonds
+find /sys/fs/cgroup -type d -name '*dsec*'
+grep -h dsec /proc/[0-9]*/mountinfo | sort -u || true
+"""
+
 
 class PackagesMissing(Exception):
     """There is nothing to install; the text says what to do."""
 
 
-def built() -> list[Path]:
-    """The files of our packages.  Raises PackagesMissing."""
-    folder = Path(os.environ.get(VARIABLE, CHECKOUT / "build/deb"))
+def built(folder: Path | None = None) -> list[Path]:
+    """The files of our packages, of those that `make deb` built or in a folder.  Raises PackagesMissing."""
+    folder = folder or Path(os.environ.get(VARIABLE, CHECKOUT / "build/deb"))
     found = []
     for name in ("dsecd", "python3-libdsec"):
         # Of several versions the one built last.
@@ -56,9 +68,9 @@ def built() -> list[Path]:
     return found
 
 
-def install(vm: VmHost) -> None:
-    """Install our packages with what they depend on, which the test host has.  Raises CommandFailed."""
-    paths = [vm.put(path, "/root/packages") for path in built()]
+def install(vm: VmHost, files: Sequence[Path] = ()) -> None:
+    """Install our packages, or these files of them; the test host has what they need.  Raises CommandFailed."""
+    paths = [vm.put(path, "/root/packages") for path in files or built()]
     vm.run(
         ["apt-get", "--yes", "--no-install-recommends", "install", *paths],
         env={"DEBIAN_FRONTEND": "noninteractive"}, timeout_s=_INSTALL_S,
@@ -116,3 +128,8 @@ def files(vm: VmHost) -> frozenset[str]:
     found = vm.run(["find", "/", "/run", "-xdev", "-not", "-path", "/run/systemd/*", "-not", "-path", "/run/udev/*"])
     paths = (path for path in found.text.splitlines() if not path.startswith(_EXPECTED))
     return frozenset(paths) - _OF_OTHERS
+
+
+def traces(vm: VmHost) -> str:
+    """What our packages could leave in the kernel: profiles, pinned objects, devices, namespaces, mounts, cgroups."""
+    return vm.run(_TRACES).text

@@ -73,11 +73,3 @@ def test_files_and_trees_go_in_and_come_out_whole(vm: VmHost, tmp_path: Path) ->
     back = vm.get("/root/two/tree", tmp_path / "back")
     assert (back / "data").read_bytes() == data
     assert (back / "link").readlink() == Path("data")
-
-
-def test_it_reboots(vm: VmHost) -> None:
-    before = vm.boot_id()
-    vm.write("/root/kept", b"1")
-    vm.reboot()
-    assert vm.boot_id() != before
-    assert vm.read("/root/kept") == b"1"
