@@ -19,6 +19,8 @@ import pytest
 
 from libdsec import AsyncClient, AsyncSandbox, Client, Sandbox
 from libdsec.errors import ConnectionFailed, ExecNotStarted, ExecTimeout, InfraError, NotFound, SandboxLost
+from tests.support import machines
+from tests.support.backends import KINDS, Kind
 from tests.support.daemon import Daemon
 from tests.support.rootfs import debian_tar
 
@@ -27,9 +29,16 @@ IMAGE = "debian:trixie"
 MIB = 1 << 20
 
 
+@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: kind.name)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    found: Kind = request.param
+    found.require()
+    return found
+
+
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[Daemon]:
-    with Daemon() as running:
+    with Daemon(config=machines.config_if_any()) as running:
         with running.client() as client:
             client.finish(client.image_import(IMAGE, str(debian_tar()), kind="rootfs-tar"))
         yield running
@@ -41,10 +50,26 @@ def client(daemon: Daemon) -> Iterator[Client]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def shared(daemon: Daemon) -> Iterator[list[str]]:
+    """The id of a machine for all tests, once there is one: booting costs seconds where all is emulated."""
+    yield (found := list[str]())
+    with daemon.client() as client:
+        for sandbox_id in found:
+            client.delete(sandbox_id)
+
+
 @pytest.fixture
-def sandbox(client: Client) -> Iterator[Sandbox]:
-    with Sandbox(image=IMAGE, client=client) as made:
+def sandbox(client: Client, kind: Kind, shared: list[str]) -> Iterator[Sandbox]:
+    if not kind.emulated:
+        with Sandbox(image=IMAGE, client=client) as made:
+            yield made
+        return
+    if not shared:
+        shared.append(Sandbox(image=IMAGE, backend=kind.name, client=client).create().id)
+    with Sandbox.get(shared[0], client=client) as made:
         yield made
+        made.exec(sh("rm -rf /root/* /srv/*"))
 
 
 def sh(text: str) -> list[str]:
@@ -59,8 +84,8 @@ def test_any_bytes_in_and_out(sandbox: Sandbox) -> None:
     assert sandbox.exec("cat", stdin=data).stdout == data
 
 
-def test_large_input_arrives_whole(sandbox: Sandbox) -> None:
-    data = os.urandom(MIB) * 100
+def test_large_input_arrives_whole(kind: Kind, sandbox: Sandbox) -> None:
+    data = os.urandom(MIB) * kind.count(100)
     result = sandbox.exec("sha256sum", stdin=data, check=True)
     assert result.text.split()[0] == hashlib.sha256(data).hexdigest()
     # The end of input is not the end of the command.
@@ -249,8 +274,10 @@ def test_memory_does_not_grow_with_the_file(daemon: Daemon, disk: Path) -> None:
     assert subprocess.run(["cmp", disk / "f", disk / "f.back"], check=False).returncode == 0
 
 
-def test_transfers_survive_sigkill_of_the_daemon(daemon: Daemon, sandbox: Sandbox, disk: Path) -> None:
-    data = os.urandom(MIB) * 200
+def test_transfers_survive_sigkill_of_the_daemon(
+    kind: Kind, daemon: Daemon, sandbox: Sandbox, disk: Path
+) -> None:
+    data = os.urandom(MIB) * kind.count(200)
     (disk / "f").write_bytes(data)
     digest = hashlib.sha256(data).hexdigest()
 
