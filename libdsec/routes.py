@@ -95,6 +95,9 @@ ROUTES: tuple[Route, ...] = (
     Route("resume", "POST", "/v1/sandboxes/{id}/resume", Scope.SANDBOX, "Thaw its processes.", response=t.Sandbox),
     Route("wait", "GET", "/v1/sandboxes/{id}/wait", Scope.READ, "Wait until it is in one of the states.",
           response=t.Sandbox, query=(Query("state", "list", required=True, choices=_STATES), _WAIT), timeout_s=310),
+    Route("forward", "WS", "/v1/sandboxes/{id}/forward", Scope.SANDBOX,
+          "A connection to a port on its loopback; see docs/api.md for the messages.",
+          query=(Query("port", "int", required=True, minimum=1, maximum=65535),)),
     # execs
     Route("exec", "POST", "/v1/sandboxes/{id}/execs", Scope.SANDBOX, "Run a command to its end, output buffered.",
           t.ExecRequest, t.ExecResult, body_limit_bytes=128 << 20, timeout_s=0),

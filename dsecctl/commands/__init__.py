@@ -22,6 +22,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "inspect": "sandboxes:inspect",
         "stats": "sandboxes:stats",
         "net": "network:net",
+        "forward": "network:forward",
         "update": "sandboxes:update",
         "pause": "sandboxes:pause",
         "resume": "sandboxes:resume",

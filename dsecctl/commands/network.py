@@ -1,18 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commands about the network of sandboxes.
 
-Here: looking at it. Not here: choosing what one may reach (``create.py``, ``sandboxes.py``), the language of policies
-(``libdsec.network``).
+Here: looking at it, and listening here for ports in there. Not here: choosing what one may reach (``create.py``,
+``sandboxes.py``), the language of policies (``libdsec.network``).
 """
 
 from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
 
 import click
 
 from dsecctl import output
 from dsecctl.app import App, command
 from dsecctl.params import SANDBOX
+from libdsec import AsyncClient, __version__
 from libdsec import types as t
+from libdsec._async.tunnel import AsyncTunnel
+from libdsec.errors import DsecError
+
+_LOOPBACK = "127.0.0.1"
+_READ_BYTES = 1 << 16
 
 
 @command("net", example="dsecctl net web")
@@ -46,3 +56,77 @@ def _refusal(denial: t.NetworkDenial) -> tuple[str, ...]:
     return (
         f"{output.ago(denial.at)} ago", denial.address or "-", str(denial.port or "-"), denial.protocol, denial.reason
     )
+
+
+class Ports(click.ParamType):
+    """``[LOCAL:]PORT``; without LOCAL the same number, and 0 for any free one."""
+
+    name = "ports"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, int]:
+        local, colon, remote = str(value).rpartition(":")
+        numbers = [int(text) for text in (local if colon else remote, remote) if text.isdecimal()]
+        if len(numbers) != 2 or not 0 <= numbers[0] <= 65535 or not 1 <= numbers[1] <= 65535:
+            self.fail(f"'{value}' is not of the form [LOCAL:]PORT", param, ctx)
+        return numbers[0], numbers[1]
+
+
+@command("forward", example="dsecctl forward web 8080:80")
+@click.argument("sandbox", type=SANDBOX)
+@click.argument("ports", type=Ports(), nargs=-1, required=True, metavar="[LOCAL:]PORT...")
+def forward(app: App, *, sandbox: str, ports: tuple[tuple[int, int], ...]) -> None:
+    """Listen on ports of this machine's loopback and lead each connection to a port in a sandbox, until interrupted.
+
+    The sandbox needs no network for it. LOCAL 0 takes any free port; which one is printed.
+    """
+    app.client.inspect(sandbox)
+    asyncio.run(_listen(app, sandbox, ports))
+
+
+async def _listen(app: App, sandbox: str, ports: tuple[tuple[int, int], ...]) -> None:
+    async with AsyncClient(app.socket, agent=f"dsecctl/{__version__}") as client, contextlib.AsyncExitStack() as stack:
+        for local, remote in ports:
+
+            async def serve(
+                reader: asyncio.StreamReader, writer: asyncio.StreamWriter, port: int = remote
+            ) -> None:
+                try:
+                    tunnel = await client.forward(sandbox, port)
+                    try:
+                        await _pass(tunnel, reader, writer)
+                    finally:
+                        await tunnel.close()
+                except (DsecError, OSError) as error:
+                    output.note(app, f"dsecctl: {error}")
+                finally:
+                    writer.close()
+
+            server = await stack.enter_async_context(await asyncio.start_server(serve, _LOOPBACK, local))
+            chosen = server.sockets[0].getsockname()[1]
+            listening = {"address": _LOOPBACK, "port": chosen, "sandbox": sandbox, "sandbox_port": remote}
+            click.echo(json.dumps(listening) if app.json else f"{_LOOPBACK}:{chosen} -> {sandbox}:{remote}")
+        await asyncio.Event().wait()
+
+
+async def _pass(tunnel: AsyncTunnel, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Bytes both ways, until both have ended or one breaks."""
+
+    async def out() -> None:
+        while data := await reader.read(_READ_BYTES):
+            await tunnel.send(data)
+        await tunnel.end()
+
+    async def back() -> None:
+        while data := await tunnel.receive():
+            writer.write(data)
+            await writer.drain()
+        writer.write_eof()
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(out())
+            group.create_task(back())
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None

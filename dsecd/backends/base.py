@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from ipaddress import IPv4Network, IPv6Network
@@ -125,6 +126,10 @@ class Backend(Protocol):
 
     async def set_network(self, box: Box, policy: Policy) -> None:
         """Exchange the policy of a box that runs or is paused: in force, and as a whole, when this returns."""
+        ...
+
+    async def dial(self, box: Box, port: int) -> socket.socket:
+        """A connection to a port on the loopback of a box that runs. Raises Refused when nobody listens."""
         ...
 
     def network(self, box: Box) -> NetworkState:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -115,6 +116,9 @@ class ContainerBackend:
 
     async def set_network(self, box: Box, policy: Policy) -> None:
         await self._steps.network.change(box, policy)
+
+    async def dial(self, box: Box, port: int) -> socket.socket:
+        return await self._steps.network.dial(box, port)
 
     def network(self, box: Box) -> NetworkState:
         return self._steps.network.state(box)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import socket
 from collections.abc import Mapping, Sequence
 
 from dsecd.backends import files, machines
@@ -111,6 +112,11 @@ class MicrovmBackend:
 
     async def set_network(self, box: Box, policy: Policy) -> None:
         machines.check_network(policy)
+
+    async def dial(self, box: Box, port: int) -> socket.socket:
+        raise errors.FeatureMissing(
+            f"connect to port {port} of '{box.id}': not supported for microVMs yet", feature="microvm-forward"
+        )
 
     def network(self, box: Box) -> NetworkState:
         return NetworkState(id=box.id, policy=box.spec.network)

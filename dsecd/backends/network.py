@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import os
+import socket
 import threading
 import time
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ _MAC_PREFIX = b"\x06ds"
 _GATEWAYS: tuple[Address, ...] = (IPv4Address("169.254.1.1"), IPv6Address("fe80::1"))
 _DEFAULTS = (ip_network("0.0.0.0/0"), ip_network("::/0"))
 _MTU = 1500
+_LOOPBACK = ("127.0.0.1", "::1")
 _PROTOCOLS = {1: "icmp", 6: "tcp", 17: "udp"}
 
 
@@ -107,7 +109,7 @@ class Network:
     def attach(self, box: Box, pid: int, policy: Policy) -> None:
         """Give a box whose init is ``pid`` its device. Runs in one of mountns.FreshThreads, which it changes."""
         egress, lease = self._prepared(), self._lease(box)
-        with Netlink() as host, closing(self._namespace(box, pid)) as ns_fd:
+        with Netlink() as host, closing(self.namespace(box, pid)) as ns_fd:
             host.add_veth(
                 lease.name, index=lease.index, mac=_HOST_MAC, peer=_INNER, peer_ns_fd=ns_fd, peer_mac=lease.mac,
                 mtu=self._mtu,
@@ -135,7 +137,7 @@ class Network:
                 return
             if egress.entry(lease.index) is None:
                 # The maps are new, and what is attached still looks into those of the earlier daemon.
-                with closing(self._namespace(box, pid)) as ns_fd:
+                with closing(self.namespace(box, pid)) as ns_fd:
                     netns.enter(ns_fd)
                 with Netlink() as inner:
                     cookie = inner.namespace_cookie()
@@ -178,6 +180,14 @@ class Network:
             recent=tuple(map(_shown, counts.recent)),
         )  # fmt: skip
 
+    def namespace(self, box: Box, pid: int) -> int:
+        """fd of the box's network namespace. Raises ProcessLookupError when the process is not the box's any more."""
+        fd = netns.open_process(pid)
+        if netns.owner(fd) != box.uid_base:
+            os.close(fd)
+            raise ProcessLookupError(f"process {pid} is not of '{box.id}'")
+        return fd
+
     # --- parts -------------------------------------------------------------------------------------------------------
 
     def _prepared(self) -> Egress:
@@ -201,14 +211,6 @@ class Network:
         pools: tuple[network.Network, ...] = (self._site.network.ipv4_pool, self._site.network.ipv6_pool)
         return _compiled(policy, pools)
 
-    def _namespace(self, box: Box, pid: int) -> int:
-        """fd of the box's network namespace. Raises ProcessLookupError when the process is not the box's any more."""
-        fd = netns.open_process(pid)
-        if netns.owner(fd) != box.uid_base:
-            os.close(fd)
-            raise ProcessLookupError(f"process {pid} is not of '{box.id}'")
-        return fd
-
     def _lease(self, box: Box) -> _Lease:
         site = self._site.network
         number = (box.uid_base - site.uid_base) // _IDS
@@ -217,6 +219,20 @@ class Network:
             ipv4=site.ipv4_pool[number + 1], mac=_MAC_PREFIX + (number + 1).to_bytes(3, "big"),
             ipv6=site.ipv6_pool[number + 1] if network_host.has_ipv6() else None,
         )  # fmt: skip
+
+
+def dial(ns_fd: int, port: int, timeout_s: float) -> socket.socket:
+    """A connection to a port on the loopback of a network namespace. Runs in one of mountns.FreshThreads.
+
+    Whoever listens there sees a connection of its own machine's; nothing has to be open to the outside for it.
+    """
+    netns.enter(ns_fd)
+    try:
+        connection = socket.create_connection((_LOOPBACK[0], port), timeout_s)
+    except ConnectionRefusedError:
+        connection = socket.create_connection((_LOOPBACK[1], port), timeout_s)
+    connection.setblocking(False)
+    return connection
 
 
 def _shown(denied: Denied) -> NetworkDenial:

@@ -7,14 +7,20 @@ how it is done (``network.py``).
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable
 
 from dsecd.backends.base import Box, translated
-from dsecd.backends.network import Network
+from dsecd.backends.network import Network, dial
 from dsecd.backends.plan import in_thread
 from dsecd.linux import mountns
+from libdsec import errors
 from libdsec.network import Policy
 from libdsec.types import NetworkState
+
+#: A process that listens and never accepts lets a connection wait.
+_DIAL_TIMEOUT_S = 5.0
 
 
 class NetworkSteps:
@@ -55,6 +61,19 @@ class NetworkSteps:
         assert box.process is not None
         with translated(f"change the network of '{box.id}'"):
             await in_thread(self._network.change, box, box.process.pid, policy, executor=self._threads)
+
+    async def dial(self, box: Box, port: int) -> socket.socket:
+        """A connection to a port on the loopback of a box that runs."""
+        assert box.process is not None
+        doing = f"connect to port {port} of '{box.id}'"
+        with translated(doing, but=ConnectionRefusedError):
+            ns_fd = self._network.namespace(box, box.process.pid)
+            try:
+                return await in_thread(dial, ns_fd, port, _DIAL_TIMEOUT_S, executor=self._threads)
+            except ConnectionRefusedError:
+                raise errors.Refused(f"{doing}: nobody listens there", port=port, retryable=True) from None
+            finally:
+                os.close(ns_fd)
 
     def state(self, box: Box) -> NetworkState:
         with translated(f"read the network of '{box.id}'"):

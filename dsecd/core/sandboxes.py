@@ -10,6 +10,7 @@ A transition runs as a task of the daemon: a client that goes away does not stop
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
@@ -155,6 +156,12 @@ class Sandboxes:
         """Counters are there while it runs or is paused."""
         live = self._registry.find(principal, sandbox_id, "read the network of")
         return live.backend.network(live.box)
+
+    async def dial(self, principal: Principal, sandbox_id: str, port: int) -> socket.socket:
+        """A connection to a port on its loopback, as a socket that does not block."""
+        live = self._registry.find(principal, sandbox_id, "connect to")
+        live.require("connect to", State.RUNNING)
+        return await live.backend.dial(live.box, port)
 
     async def update(self, principal: Principal, sandbox_id: str, request: UpdateRequest) -> Sandbox:
         live = self._registry.find(principal, sandbox_id, "update")

@@ -15,6 +15,7 @@ from libdsec import connection as c
 from libdsec import types as t
 from libdsec._async.primitives import WebSocket
 from libdsec._async.transport import AsyncTransport
+from libdsec._async.tunnel import AsyncTunnel
 from libdsec.errors import ConnectionFailed, DsecError, NotFound, TimedOut, from_wire
 
 #: The longest that one waiting request asks the daemon to block.
@@ -160,6 +161,10 @@ class AsyncSandboxCalls(AsyncTransport):
     async def network(self, id: str) -> t.NetworkState:
         """What it may reach, and what was refused. Raises NotFound."""
         return c.parse(t.NetworkState, await self.request("network", id=id), "network")
+
+    async def forward(self, id: str, port: int) -> AsyncTunnel:
+        """A connection to a TCP port on its loopback; the sandbox needs no network for it. Raises Refused."""
+        return await AsyncTunnel.open(await self.websocket("forward", query={"port": port}, id=id))
 
     async def update(
         self,

@@ -17,6 +17,7 @@ from libdsec._async.client import AsyncClient
 from libdsec._async.primitives import beside, sleep
 from libdsec._async.stream import AsyncExecStream
 from libdsec._async.tree import AsyncFiles
+from libdsec._async.tunnel import AsyncTunnel
 from libdsec.errors import DsecError, TimedOut, WrongState
 from libdsec.frames import StreamName
 from libdsec.options import (
@@ -72,6 +73,10 @@ class AsyncLife:
     async def network(self) -> t.NetworkState:
         """What it may reach, and what was refused."""
         return await self.client.network(self.id)
+
+    async def forward(self, port: int) -> AsyncTunnel:
+        """A connection to a TCP port on its loopback; it needs no network for it. Raises Refused."""
+        return await self.client.forward(self.id, port)
 
     async def pause(self) -> t.Sandbox:
         """Freeze its processes."""

@@ -16,6 +16,7 @@ from libdsec import connection as c
 from libdsec import types as t
 from libdsec._sync.primitives import WebSocket
 from libdsec._sync.transport import Transport
+from libdsec._sync.tunnel import Tunnel
 from libdsec.errors import ConnectionFailed, DsecError, NotFound, TimedOut, from_wire
 
 #: The longest that one waiting request asks the daemon to block.
@@ -161,6 +162,10 @@ class SandboxCalls(Transport):
     def network(self, id: str) -> t.NetworkState:
         """What it may reach, and what was refused. Raises NotFound."""
         return c.parse(t.NetworkState, self.request("network", id=id), "network")
+
+    def forward(self, id: str, port: int) -> Tunnel:
+        """A connection to a TCP port on its loopback; the sandbox needs no network for it. Raises Refused."""
+        return Tunnel.open(self.websocket("forward", query={"port": port}, id=id))
 
     def update(
         self,

@@ -18,6 +18,7 @@ from libdsec._sync.client import Client
 from libdsec._sync.primitives import beside, sleep
 from libdsec._sync.stream import ExecStream
 from libdsec._sync.tree import Files
+from libdsec._sync.tunnel import Tunnel
 from libdsec.errors import DsecError, TimedOut, WrongState
 from libdsec.frames import StreamName
 from libdsec.options import (
@@ -73,6 +74,10 @@ class Life:
     def network(self) -> t.NetworkState:
         """What it may reach, and what was refused."""
         return self.client.network(self.id)
+
+    def forward(self, port: int) -> Tunnel:
+        """A connection to a TCP port on its loopback; it needs no network for it. Raises Refused."""
+        return self.client.forward(self.id, port)
 
     def pause(self) -> t.Sandbox:
         """Freeze its processes."""

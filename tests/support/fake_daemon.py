@@ -31,6 +31,7 @@ from libdsec.errors import (
     Conflict,
     DsecError,
     NotFound,
+    Refused,
     TimedOut,
     WrongState,
 )
@@ -248,6 +249,24 @@ class _Sandboxes(_State):
             id=box.info.id, policy=box.info.spec.network, addresses=("198.18.0.1",), sent_packets=7, denied=1,
             recent=(denial,),
         )  # fmt: skip
+
+    async def on_forward(self, request: web.Request) -> web.WebSocketResponse:
+        """An echo on port 80; nobody listens on any other."""
+        self._box(request)
+        socket = web.WebSocketResponse(compress=False)
+        await socket.prepare(request)
+        port = int(request.query["port"])
+        if port != 80:
+            error = Refused(f"connect to port {port} of 'web': nobody listens there")
+            await socket.send_str(json.dumps(error.to_wire()))
+            await socket.close()
+            return socket
+        await socket.send_str(json.dumps({"port": port}))
+        while (message := await socket.receive()).type is web.WSMsgType.BINARY and message.data:
+            await socket.send_bytes(message.data)
+        await socket.send_bytes(b"")
+        await socket.close()
+        return socket
 
     async def on_stop(self, request: web.Request) -> t.Sandbox:
         return self._move(request, t.State.STOPPED, t.State.RUNNING, t.State.PAUSED)

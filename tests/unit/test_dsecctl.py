@@ -96,7 +96,7 @@ def test_every_command_has_help_with_an_example_that_parses() -> None:
 def test_everything_asked_for_exists() -> None:
     wanted = (
         "run create exec ps inspect stats cp logs stop start rm pause resume wait update events host doctor api ops "
-        "attach image completion kill execs net"
+        "attach image completion kill execs net forward"
     )
     assert set(COMMANDS) == set(wanted.split())
     image = cli.get_command(click.Context(cli), "image")
@@ -124,6 +124,7 @@ JSON_CALLS: dict[str, tuple[str, ...]] = {
     "ps": ("ps",),
     "inspect": ("inspect", "web"),
     "net": ("net", "web"),
+    "forward": (),  # goes on until it is interrupted
     "stats": ("stats", "web"),
     "update": ("update", "web", "--label", "a=b"),
     "pause": ("pause", "web"),

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pydantic import BaseModel
 
 from dsecd.api.call import Call
+from dsecd.api.forward import forward
 from dsecd.api.router import Handler
 from dsecd.core.operations import Report
 from libdsec import types as t
@@ -102,7 +103,7 @@ HANDLERS: Mapping[str, Handler] = {
     **{
         handler.__name__: handler
         for handler in (
-            create, create_batch, inspect, usage, network, update, delete, stop, start, pause, resume, wait,
+            create, create_batch, inspect, usage, network, forward, update, delete, stop, start, pause, resume, wait,
         )
     },
 }
