@@ -288,6 +288,15 @@ def _program(*names: str) -> Callable[[], Answer]:
     return probe
 
 
+def _all_programs(*names: str) -> Callable[[], Answer]:
+    """A probe for several programs that are of use only together."""
+    def probe() -> Answer:
+        lacks = [name for name in names if shutil.which(name, path=proc.MINIMAL_ENV["PATH"]) is None]
+        return no(f"{' and '.join(lacks)} {'is' if len(lacks) == 1 else 'are'} not installed") if lacks else YES
+
+    return probe
+
+
 def crun_version(text: str) -> tuple[tuple[int, ...], frozenset[str]]:
     """Version numbers and build features ("+SECCOMP") out of `crun --version`; else ValueError."""
     match = re.search(r"^crun version (\d+(?:\.\d+)*)", text, re.MULTILINE)
@@ -367,6 +376,8 @@ MECHANISMS: tuple[Feature, ...] = (
     Feature("kvm", "2.6.20", "hardware virtual machines", _kvm,
             "Turn on virtualization in the firmware, or nested virtualization in the host above.",
             options=("KVM",)),
+    Feature("firecracker", "", "microVMs in a smaller monitor than QEMU", _all_programs("firecracker", "jailer"),
+            "Put both programs, of one release from 1.14.0 on, into /usr/local/bin; QEMU does without."),
     Feature("fuse", "2.6.14", "loading image data on demand", _fuse, "Run 'modprobe fuse'.",
             options=("FUSE_FS",)),
     Feature("crun", "", "starting containers", _crun, "Run 'apt install crun' (1.8 or newer)."),

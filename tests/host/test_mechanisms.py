@@ -75,6 +75,17 @@ def test_missing_programs_are_missing(monkeypatch: pytest.MonkeyPatch, tmp_path:
         monkeypatch.setattr(mechanisms.by_name(name), "_known", None)
 
 
+def test_programs_of_use_only_together_are_both_wanted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(proc, "MINIMAL_ENV", {"PATH": str(tmp_path)})
+    firecracker = mechanisms.by_name("firecracker")
+    assert firecracker.status(again=True).reason == "firecracker and jailer are not installed"
+    for name, reason in (("firecracker", "jailer is not installed"), ("jailer", "")):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+        assert firecracker.status(again=True).reason == reason
+    monkeypatch.setattr(firecracker, "_known", None)
+
+
 def test_program_that_fails_is_not_taken_for_working(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, script in (("crun", "echo crun version 1.5; echo +CAP +SECCOMP"), ("mkfs.erofs", "echo no >&2; exit 1")):
         (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
