@@ -21,6 +21,7 @@ from dsecd.backends.plan import Step
 from dsecd.linux.feature import FeatureMissing as KernelFeatureMissing
 from dsecd.linux.pidfd import Process
 from dsecd.linux.proc import ProcessFailed
+from dsecd.vmm.base import VmmError
 from libdsec import errors
 from libdsec.network import Policy
 from libdsec.types import BackendState, Limits, NetworkState, SandboxSpec
@@ -166,6 +167,11 @@ def translated(doing: str, *, but: type[OSError] | tuple[()] = ()) -> Iterator[N
         raise errors.SandboxLost(f"{doing}: {error}") from error
     except AgentError as error:
         raise errors.BackendFailed(f"{doing}: the agent refused: {error.code}") from error
+    except VmmError as error:
+        # A monitor that says nothing in time is a time-out like any other.
+        if isinstance(error, TimeoutError):
+            raise from_oserror(doing, error) from error
+        raise errors.BackendFailed(f"{doing}: {error}", hint=error.hint) from error
     except OSError as error:
         raise from_oserror(doing, error) from error
 

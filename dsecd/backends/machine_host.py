@@ -27,8 +27,7 @@ class MachineHost:
         self._configured = settings.kernel
         self._agent = site.agent
         self.directory = site.state_dir / "guest"
-        named = settings.firecracker
-        programs = install.find(None if named == "auto" else Path(named))
+        programs = install.find(settings.firecracker)
         self.driver: Driver = Choice(
             settings.monitor,
             Firecracker(programs, site.state_dir / "jails", site.launch_ns, self._kernel),

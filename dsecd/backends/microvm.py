@@ -29,7 +29,7 @@ _FREEZE_S = 10.0
 #: Mechanisms without which there is no microVM at all.
 _NEEDED = frozenset((
     "mount-namespaces", "overlay-data-only", "erofs-file", "mkfs-erofs", "cgroup-v2", "cgroup-kill", "pidfd", "crun",
-    "mkfs-ext4", "qemu",
+    "mkfs-ext4",
 ))  # fmt: skip
 
 

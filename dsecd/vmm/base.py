@@ -73,6 +73,9 @@ class Probe:
 class VmmError(OSError):
     """The monitor refused a command, answered nonsense or is gone."""
 
+    #: What to do about it, where that is known.
+    hint = ""
+
 
 class Driver(Protocol):
     """A virtual machine monitor. Calls may come for a machine that an earlier daemon started."""

@@ -61,7 +61,7 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def started(h: House, name: str = "vm1", number: int = 0) -> Place:
     place = h.place(name, number)
-    h.start(place, h.machine(name, number=number))
+    h.start(place, h.machine(name))
     return place
 
 
@@ -296,8 +296,8 @@ def test_clones_come_of_a_snapshot_that_stays_as_it_is_fl39(h: House) -> None:
         assert (status.st_uid, status.st_nlink, status.st_mode & 0o7777) == (0, 1, 0o444)
     assert not (h.jail(source) / "snapshot").exists()
     clones = [h.place(f"clone{number}", number) for number in (1, 2)]
-    for number, place in enumerate(clones, 1):
-        h.start(place, h.machine(place.id, number=number), snapshot)
+    for place in clones:
+        h.start(place, h.machine(place.id), snapshot)
         assert state(h, place) == "Paused", "nothing runs before it has an identity of its own"
         run(h.driver.resume(place))
         assert run(echo(h, place, place.id.encode())) == place.id.encode()
@@ -342,7 +342,7 @@ def test_a_name_that_is_taken_is_not_written_over(h: House) -> None:
 @pytest.mark.parametrize("wrong", ["state", "memory", "release"])
 def test_a_snapshot_that_cannot_be_loaded_leaves_nothing(h: House, wrong: str) -> None:
     snapshot = saved(h, started(h))
-    place, machine = h.place("clone", 1), h.machine("clone", number=1)
+    place, machine = h.place("clone", 1), h.machine("clone")
     if wrong == "release":
         h.use(fakes(h.base / "next", version="2.0.0"))
     else:
@@ -591,7 +591,7 @@ def _program(path: Path, words: str) -> Path:
 def test_what_is_installed_must_fit(tmp_path: Path, firecracker: str, jailer: str, fault: str) -> None:
     program = _program(tmp_path / "firecracker", firecracker)
     _program(tmp_path / "jailer", jailer)
-    programs = install.find(program)
+    programs = install.find(str(program))
     if not fault:
         assert install.check(programs) == "1.16.1"
         return

@@ -40,8 +40,7 @@ from tests.support.firecracker import (
 
 
 def programs() -> Programs:
-    configured = os.environ.get("DSEC_FIRECRACKER")
-    found = install.find(Path(configured) if configured else None)
+    found = install.find(os.environ.get("DSEC_FIRECRACKER", "auto"))
     if not (found.firecracker.exists() and found.jailer.exists()):
         pytest.skip("there is no Firecracker here: neither in PATH nor where DSEC_FIRECRACKER says")
     return found
@@ -205,7 +204,7 @@ def test_the_fake_answers_as_the_real_one(disk: Path, calls: str) -> None:
 def spinning(h: House, name: str = "vm1", number: int = 0, code: bytes = SPIN) -> tuple[Place, Machine]:
     kernel = tiny_kernel(h.base / f"kernel-{name}", code)
     layers = 2 if models.parse_version(release(programs().firecracker)) >= models.PMEM else 0
-    machine = replace(h.machine(name, layers=layers, number=number), kernel=kernel, initramfs=None)
+    machine = replace(h.machine(name, layers=layers), kernel=kernel, initramfs=None)
     return h.place(name, number), machine
 
 

@@ -64,7 +64,7 @@ class House:
         group.mkdir(exist_ok=True)
         return Place(name, rundir, group, _UID + number)
 
-    def machine(self, name: str = "vm1", *, layers: int = 2, number: int = 0) -> Machine:
+    def machine(self, name: str = "vm1", *, layers: int = 2) -> Machine:
         """A machine with a disk of its own and layers that all share."""
         files = self.base / "files"
         files.mkdir(exist_ok=True)
@@ -74,7 +74,7 @@ class House:
         disk = files / f"disk-{name}"
         disk.touch()
         os.truncate(disk, 8 * MIB)
-        os.chown(disk, _UID + number, _UID + number)
+        disk.chmod(0o600)
         return Machine(
             kernel=kernel, initramfs=initramfs, cmdline="dsec.layers=2", vcpus=1, memory_bytes=128 * MIB,
             layers=tuple(files / f"l{n}" for n in range(layers)), disk=disk,
@@ -90,7 +90,10 @@ class House:
         return self.base / "jails" / place.id / "firecracker" / place.id.replace(".", "-") / "root"
 
     def left_of(self, place: Place) -> list[str]:
-        """Everything that is still there of a machine."""
+        """Everything that is still there of a machine, once its threads had time to end."""
+        deadline = time.monotonic() + 5
+        while "populated 1" in (place.cgroup / "cgroup.events").read_text() and time.monotonic() < deadline:
+            time.sleep(0.02)
         found = [f"process {pid}" for pid in processes_of(place.uid)]
         # "populated" does not count a process that has ended and is still to be reaped.
         found += ["something in its cgroup"] * ("populated 1" in (place.cgroup / "cgroup.events").read_text())

@@ -83,6 +83,8 @@ class Firecracker:
         home.remove()
         given = binds(machine, restore)
         try:
+            if machine.disk is not None:
+                os.chown(machine.disk, place.uid, place.uid)
             home.prepare(given)
             mountns.enter_copy(self._launch_ns)
             # A process that needs no tap has no network at all.
@@ -207,7 +209,7 @@ class Firecracker:
             except (ConnectRefused, NotAnswering, CallTimedOut, FileNotFoundError) as error:
                 # Not yet: the guest boots, or the process is about to be seen as gone.
                 if deadline - time.monotonic() < pause_s:
-                    raise TimeoutError(errno.ETIMEDOUT, f"no agent after {timeout_s:g} s: {error}") from error
+                    raise TimeoutError(f"no agent of '{place.id}' after {timeout_s:g} s: {error}") from error
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_POLL_S)
 

@@ -18,10 +18,10 @@ _NAMES = ("firecracker", "jailer")
 _USUAL = Path("/usr/local/bin")
 
 
-def find(firecracker: Path | None = None) -> Programs:
+def find(firecracker: str = "auto") -> Programs:
     """The two programs: beside each other as configured, else in the usual places, where there may be none."""
-    if firecracker is not None:
-        return Programs(firecracker, firecracker.with_name("jailer"))
+    if firecracker != "auto":
+        return Programs(Path(firecracker), Path(firecracker).with_name("jailer"))
     found = [Path(shutil.which(name, path=proc.MINIMAL_ENV["PATH"]) or _USUAL / name) for name in _NAMES]
     return Programs(found[0], found[1])
 
