@@ -2,6 +2,7 @@
 #include "guest.h"
 
 #include "conn.h"
+#include "memory.h"
 #include "port.h"
 
 #include <dirent.h>
@@ -275,6 +276,17 @@ static int make_cgroup(void)
     return fd;
 }
 
+/* What the kernel lacks of it is said on the console, and the sandbox does without. */
+static void give_memory_back(void)
+{
+    const struct damon d = {number("dsec.damon_age"), number("dsec.damon_quota"), number("dsec.damon_sample")};
+    uint64_t swap = number("dsec.zram");
+    if (d.age_s > 0 && d.sample_us > 0 && memory_watch(&d) < 0)
+        dprintf(2, "dsec-agent: guest: DAMON: %s\n", strerror(errno));
+    if (swap > 0 && memory_swap(swap) < 0)
+        dprintf(2, "dsec-agent: guest: zram: %s\n", strerror(errno));
+}
+
 int guest_enter(void)
 {
     umask(0);
@@ -290,6 +302,7 @@ int guest_enter(void)
     umask(022);
     mount_the_rest();
     name_host();
+    give_memory_back();
     return make_cgroup();
 }
 

@@ -107,6 +107,19 @@ class Microvm(_Section):
     share_layers: bool = Field(
         True, description="one copy in memory for all sandboxes of an environment, which can tell what others read"
     )
+    reclaim_age_s: int = Field(
+        60, ge=0, le=86400, description="memory that a guest has not touched for so long is paged out; 0: never"
+    )
+    reclaim_bytes_per_s: int = Field(64 << 20, ge=1 << 20, le=1 << 40, description="at most, in each guest")
+    reclaim_sample_us: int = Field(
+        50_000, ge=1000, le=10_000_000, description="how often memory is looked at: rarer is cheaper and less exact"
+    )
+    report_order: int = Field(
+        2, ge=0, le=9, description="blocks of 2 to this power free pages are given back to the host, not smaller ones"
+    )
+    zram_percent: int = Field(
+        0, ge=0, le=200, description="compressed swap in the guest, of its memory's size; 0: none"
+    )
     kept_environments_bytes: int = Field(
         20 << 30, ge=0, description="of environments that no sandbox uses, kept on disk for the next that would"
     )

@@ -51,6 +51,11 @@ class MachineSettings:
     disk_bytes: int = 8 << 30
     boot_timeout_s: float = 60.0
     share_layers: bool = True
+    reclaim_age_s: int = 60
+    reclaim_bytes_per_s: int = 64 << 20
+    reclaim_sample_us: int = 50_000
+    report_order: int = 2
+    zram_percent: int = 0
     kept_environments_bytes: int = 20 << 30
 
 

@@ -25,6 +25,7 @@ from libdsec.types import Limits, SandboxSpec
 _OVERHEAD_BYTES = 192 << 20
 _MEMORY_MIN_BYTES = 128 << 20
 _VCPUS_MAX = 32
+_PAGE_BYTES = 4096
 #: Limits that the guest keeps, or that are the size of the machine.
 _OF_GUEST = ("memory_max_bytes", "memory_oom_group", "pids_max")
 _CPU_PERIOD_US = 100_000
@@ -36,14 +37,14 @@ def machine(
     """The machine of a sandbox."""
     permil = spec.limits.cpu_max_permil
     return Machine(
-        kernel=boot.kernel, initramfs=boot.initramfs, cmdline=command_line(sandbox_id, spec),
+        kernel=boot.kernel, initramfs=boot.initramfs, cmdline=command_line(sandbox_id, spec, settings),
         vcpus=settings.vcpus if permil is None else min(_VCPUS_MAX, -(-permil // 1000)),
         memory_bytes=_memory(spec.limits, settings) // ALIGN_BYTES * ALIGN_BYTES,
         layers=(environment,), disk=disk,
     )  # fmt: skip
 
 
-def command_line(sandbox_id: str, spec: SandboxSpec) -> str:
+def command_line(sandbox_id: str, spec: SandboxSpec, settings: MachineSettings) -> str:
     """What the agent is told by the kernel's command line (``agent/guest.c``)."""
     words = {
         "layers": 1,
@@ -54,7 +55,14 @@ def command_line(sandbox_id: str, spec: SandboxSpec) -> str:
         "shm": spec.shm_size_bytes,
         "readonly": int(spec.readonly_root),
     }
-    return " ".join(f"dsec.{name}={value}" for name, value in words.items())
+    words |= {
+        "damon_age": settings.reclaim_age_s,
+        "damon_quota": settings.reclaim_bytes_per_s,
+        "damon_sample": settings.reclaim_sample_us,
+        "zram": _memory(spec.limits, settings) * settings.zram_percent // 100 // _PAGE_BYTES * _PAGE_BYTES,
+    }
+    told = [f"dsec.{name}={value}" for name, value in words.items()]
+    return " ".join([*told, f"page_reporting.page_reporting_order={settings.report_order}"])
 
 
 def _memory(limits: Limits, settings: MachineSettings) -> int:

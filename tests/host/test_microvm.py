@@ -156,6 +156,46 @@ def test_stop_keeps_files_and_a_death_is_told_and_keeps_them_too(daemon: Daemon,
     client.delete("mortal")
 
 
+def resident_kib(daemon: Daemon, sandbox_id: str) -> int:
+    """How much of the guest's memory the host holds."""
+    entries = Path(f"/proc/{monitor(daemon, sandbox_id)}/smaps").read_text().split("VmFlags:")
+    (ram,) = [entry for entry in entries if "memfd:memory-backend" in entry]
+    return int(next(line.split()[1] for line in ram.splitlines() if line.startswith("Rss:")))
+
+
+def settles_below(daemon: Daemon, sandbox_id: str, most_kib: float, timeout_s: float) -> int:
+    deadline = time.monotonic() + timeout_s
+    while (now := resident_kib(daemon, sandbox_id)) > most_kib and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return now
+
+
+def test_memory_that_is_free_or_idle_goes_back_to_the_host() -> None:
+    config = machines.config() + "reclaim_age_s = 3\nreport_order = 0\n"
+    with Daemon(config=config) as daemon, daemon.client() as client:
+        client.finish(client.image_import(name=IMAGE, source=str(debian_tar()), kind="rootfs-tar"))
+        client.create(spec(limits=Limits(memory_max_bytes=384 << 20)), id="vm")
+        # Freed: tail holds what has no line's end.
+        before = resident_kib(daemon, "vm")
+        taking = ExecRequest(argv=("sh", "-c", "head -c 150M /dev/zero | tail -n 1 | wc -c"))
+        peak = [before]
+        client.exec_start("vm", taking.model_copy(update={"exec_id": "take"}))
+        while client.exec_inspect("vm", "take").running:
+            peak.append(resident_kib(daemon, "vm"))
+            time.sleep(0.05)
+        taken = max(peak) - before
+        assert taken > 100 << 10
+        left = settles_below(daemon, "vm", before + 0.2 * taken, 30)
+        assert left - before <= 0.2 * taken, (before, max(peak), left)
+        # Idle: the page cache of a file that nobody reads.
+        before = resident_kib(daemon, "vm")
+        sh(client, "vm", "dd if=/dev/urandom of=/root/f bs=1M count=100 2>/dev/null; sync")
+        cached = resident_kib(daemon, "vm")
+        assert cached - before > 80 << 10
+        left = settles_below(daemon, "vm", before + 0.2 * (cached - before), 60)
+        assert left - before <= 0.2 * (cached - before), (before, cached, left)
+
+
 @pytest.mark.parametrize("harm", ["slow", "no kernel", "corrupt"])
 def test_a_guest_that_does_not_boot_is_told_and_nothing_is_left(harm: str, tmp_path: Path) -> None:
     kernel = tmp_path / "kernel"
