@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from libdsec.types import SandboxSpec
-from tests.perf import image_import, sandboxes
+from tests.perf import image_import, network, sandboxes
 from tests.perf.report import Figure, Side
 from tests.support.daemon import Daemon
 from tests.support.rootfs import debian_tar
@@ -73,6 +73,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="where to write every sample")
     options = parser.parse_args()
     figures = sandbox_figures(options.rounds) + import_figures(max(1, min(3, options.rounds // 50)))
+    figures += network.figures(options.rounds)
     kernel = platform.release()
     print(f"Linux {kernel}, {platform.machine()}, times in milliseconds\n")
     for figure in figures:
