@@ -14,20 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dsecd.linux import mount, overlay, proc, syscalls
+from dsecd.linux.fd import closing as closing
 
 _REMOVE_TIMEOUT_S = 3600.0
 # How deep and how large a tree may be that the daemon removes itself.
 _LEVELS, _ENTRIES = 24, 4000
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-
-
-@contextlib.contextmanager
-def closing(fd: int) -> Iterator[int]:
-    """Close the descriptor at the end of the block."""
-    try:
-        yield fd
-    finally:
-        os.close(fd)
 
 
 def opened(path: Path, flags: int = os.O_RDONLY, mode: int = 0o600) -> contextlib.AbstractContextManager[int]:

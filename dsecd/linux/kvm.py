@@ -16,7 +16,8 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Iterator
+
+from dsecd.linux.fd import closing
 
 _DEVICE = "/dev/kvm"
 _API_VERSION = 12
@@ -41,11 +42,11 @@ def run_guest() -> float:
     Raises OSError when there is no KVM for us, Unusable when its guest does not do as it is told.
     """
     with contextlib.ExitStack() as stack:
-        device = stack.enter_context(_closing(os.open(_DEVICE, os.O_RDWR | os.O_CLOEXEC)))
+        device = stack.enter_context(closing(os.open(_DEVICE, os.O_RDWR | os.O_CLOEXEC)))
         version = fcntl.ioctl(device, _GET_API_VERSION, 0)
         if version != _API_VERSION:
             raise Unusable(f"KVM API version {version}, expected {_API_VERSION}")
-        machine = stack.enter_context(_closing(fcntl.ioctl(device, _CREATE_VM, 0)))
+        machine = stack.enter_context(closing(fcntl.ioctl(device, _CREATE_VM, 0)))
         # Intel processors before 2010 need three pages for 16-bit mode, where the guest has none; others ignore it.
         fcntl.ioctl(machine, _SET_TSS_ADDR, 0x7FFBD000)
         page = stack.enter_context(mmap.mmap(-1, mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
@@ -54,7 +55,7 @@ def run_guest() -> float:
         region = struct.pack("<IIQQQ", 0, 0, _ADDRESS, mmap.PAGESIZE, ctypes.addressof(view))
         del view  # or the page could not be closed
         fcntl.ioctl(machine, _SET_USER_MEMORY_REGION, region)
-        processor = stack.enter_context(_closing(fcntl.ioctl(machine, _CREATE_VCPU, 0)))
+        processor = stack.enter_context(closing(fcntl.ioctl(machine, _CREATE_VCPU, 0)))
         shared = stack.enter_context(mmap.mmap(processor, fcntl.ioctl(device, _GET_VCPU_MMAP_SIZE, 0)))
         # The quickest of a few: a machine may be busy, but not quicker than it is.
         took_s = min(_run_once(processor, shared) for _ in range(_TRIES))
@@ -76,11 +77,3 @@ def _run_once(processor: int, shared: mmap.mmap) -> float:
     if reason != _EXIT_HLT:
         raise Unusable(f"a guest of a few instructions ended with reason {reason}, expected {_EXIT_HLT}")
     return took_s
-
-
-@contextlib.contextmanager
-def _closing(fd: int) -> Iterator[int]:
-    try:
-        yield fd
-    finally:
-        os.close(fd)

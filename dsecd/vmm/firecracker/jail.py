@@ -16,11 +16,12 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from dsecd.linux import mount, syscalls
+from dsecd.linux.fd import closing
 
 #: Names inside the jail.
 API_SOCKET, VSOCK_SOCKET, LOG, CONSOLE = "run/api.sock", "run/agent.sock", "log", "console"
@@ -105,7 +106,7 @@ class Jail:
     def attach(self, binds: Sequence[Bind]) -> None:
         """Mount what the process is given, in the calling thread's mount namespace.  Blocks."""
         for bind in binds:
-            with _closing(mount.clone_tree(bind.source)) as clone:
+            with closing(mount.clone_tree(bind.source)) as clone:
                 flags = syscalls.MOUNT_ATTR_NODEV | syscalls.MOUNT_ATTR_NOSUID | syscalls.MOUNT_ATTR_NOEXEC
                 mount.set_attrs(clone, attr_set=flags | (0 if bind.writable else syscalls.MOUNT_ATTR_RDONLY))
                 mount.attach(clone, self.root / bind.name)
@@ -118,13 +119,13 @@ class Jail:
 
     def opened(self) -> contextlib.AbstractContextManager[int]:
         """A descriptor of the root for the length of the block."""
-        return _closing(os.open(self.root, _DIRECTORY | os.O_CLOEXEC))
+        return closing(os.open(self.root, _DIRECTORY | os.O_CLOEXEC))
 
     def seal(self) -> None:
         """Leave the process nothing to write but what it has open.  Blocks."""
         with self.opened() as root:
             for name in _GIVEN:
-                with _closing(syscalls.openat2(root, name, _DIRECTORY, resolve=_BENEATH)) as given:
+                with closing(syscalls.openat2(root, name, _DIRECTORY, resolve=_BENEATH)) as given:
                     os.fchown(given, 0, 0)
                     os.fchmod(given, 0o711)
 
@@ -135,7 +136,7 @@ class Jail:
 
     def take_back(self, name: str) -> None:
         """From now on the process can neither change nor make entries of a lent directory.  Blocks."""
-        with self.opened() as root, _closing(syscalls.openat2(root, name, _DIRECTORY, resolve=_BENEATH)) as lent:
+        with self.opened() as root, closing(syscalls.openat2(root, name, _DIRECTORY, resolve=_BENEATH)) as lent:
             os.fchown(lent, 0, 0)
             os.fchmod(lent, 0o700)
 
@@ -145,7 +146,7 @@ class Jail:
         Raises OSError for anything but a plain file of its own, of at most that size.
         """
         # The directory is ours again, so the name stays what the descriptor is.
-        with self.opened() as root, _closing(self.open_within(name)) as fd:
+        with self.opened() as root, closing(self.open_within(name)) as fd:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1 or status.st_uid != self.uid:
                 raise OSError(errno.EPERM, "take from a jail: not a plain file of its own", name)
@@ -172,7 +173,7 @@ class Jail:
     def tail(self, name: str) -> str:
         """The end of a file that the process wrote; empty if there is nothing to read."""
         try:
-            with _closing(self.open_within(name)) as fd:
+            with closing(self.open_within(name)) as fd:
                 size = os.fstat(fd).st_size
                 text = os.pread(fd, _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode("utf-8", "replace")
         except OSError:
@@ -188,11 +189,3 @@ class Jail:
         """Remove it all; absent is fine.  The processes in it are gone.  Blocks."""
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self.directory)
-
-
-@contextlib.contextmanager
-def _closing(fd: int) -> Iterator[int]:
-    try:
-        yield fd
-    finally:
-        os.close(fd)
