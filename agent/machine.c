@@ -5,8 +5,19 @@
 #include "spawn.h"
 
 #include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <linux/random.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/ioctl.h>
+#include <sys/random.h>
+#include <time.h>
+#include <unistd.h>
+
+#define ENTROPY_MIN 32u
+#define ENTROPY_MAX 256u
 
 #define CHECK_MS 2
 #define FREEZE_MS 8000
@@ -91,6 +102,65 @@ void machine_freeze(struct conn *conn, uint32_t channel, const struct request *r
     z->wanted = wanted;
     z->deadline_ms = now_ms() + FREEZE_MS;
     freeze_check(&z->timer);
+}
+
+/* ---- RENEW */
+
+/* Until then two copies draw the same random numbers. random(4) */
+static int add_entropy(struct span entropy)
+{
+    union {
+        struct rand_pool_info info;
+        uint8_t bytes[sizeof(struct rand_pool_info) + ENTROPY_MAX];
+    } pool;
+    size_t n = entropy.len < ENTROPY_MAX ? entropy.len : ENTROPY_MAX;
+    pool.info.entropy_count = (int)(8 * n);
+    pool.info.buf_size = (int)n;
+    memcpy(pool.info.buf, entropy.data, n);
+    int fd = open("/dev/urandom", O_WRONLY | O_CLOEXEC | O_NOFOLLOW);
+    if (fd < 0)
+        return -1;
+    int r = ioctl(fd, RNDADDENTROPY, &pool.info) < 0 || ioctl(fd, RNDRESEEDCRNG) < 0 ? -1 : 0;
+    close(fd);
+    return r;
+}
+
+/* machine-id(5). Where there is none nothing depends on one. */
+static void renew_machine_id(void)
+{
+    uint8_t raw[16];
+    char text[sizeof(raw) * 2 + 2];
+    int fd = open("/etc/machine-id", O_WRONLY | O_TRUNC | O_CLOEXEC | O_NOFOLLOW);
+    if (fd < 0 || getrandom(raw, sizeof(raw), 0) != (ssize_t)sizeof(raw)) {
+        if (fd >= 0)
+            close(fd);
+        return;
+    }
+    for (size_t i = 0; i < sizeof(raw); i++)
+        snprintf(text + 2 * i, 3, "%02x", raw[i]);
+    text[sizeof(text) - 2] = '\n';
+    (void)!write(fd, text, sizeof(text) - 1);
+    close(fd);
+}
+
+void machine_renew(struct conn *conn, uint32_t channel, const struct request *r)
+{
+    char name[HOST_NAME_MAX + 1];
+    if (refused(conn, channel))
+        return;
+    uint64_t ns = request_num(r, F_TIME_NS, 0);
+    struct timespec t = {.tv_sec = (time_t)(ns / 1000000000u), .tv_nsec = (long)(ns % 1000000000u)};
+    if (!request_has(r, F_TARGET) || r->span[F_TARGET].len < ENTROPY_MIN || ns == 0 ||
+        !request_string(r, F_NAME, name, sizeof(name))) {
+        reply_error(conn, channel, "invalid", EINVAL, "TARGET (entropy), TIME_NS and NAME are needed");
+        return;
+    }
+    if (add_entropy(r->span[F_TARGET]) < 0 || clock_settime(CLOCK_REALTIME, &t) < 0 || sethostname(name, strlen(name)) < 0) {
+        reply_failed(conn, channel, errno);
+        return;
+    }
+    renew_machine_id();
+    reply_ok(conn, channel);
 }
 
 void machine_limit(struct conn *conn, uint32_t channel, const struct request *r)

@@ -6,6 +6,8 @@
 #include "conn.h"
 
 void machine_freeze(struct conn *conn, uint32_t channel, const struct request *r);
+/* A copy of a machine becomes one of its own: entropy, clock, host name, machine id. */
+void machine_renew(struct conn *conn, uint32_t channel, const struct request *r);
 void machine_limit(struct conn *conn, uint32_t channel, const struct request *r);
 
 #endif

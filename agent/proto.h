@@ -52,6 +52,7 @@ enum frame_type {
     T_READY = 0x29,
     T_FREEZE = 0x38,
     T_LIMIT = 0x39,
+    T_RENEW = 0x3a,
 };
 
 enum tag {

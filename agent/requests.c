@@ -446,6 +446,8 @@ static request_handler *handler_of(uint8_t type)
         return machine_freeze;
     case T_LIMIT:
         return machine_limit;
+    case T_RENEW:
+        return machine_renew;
     default:
         return NULL;
     }

@@ -14,6 +14,7 @@ from dsecd.backends.base import Box, Site, translated
 from dsecd.backends.environments import Environments
 from dsecd.backends.plan import in_thread
 from dsecd.backends.trash import Trash
+from dsecd.linux import sparse
 
 _TRASH_WAIT_S = 5.0
 
@@ -60,6 +61,5 @@ class MicrovmDisks:
 def _unshare(path: Path) -> None:
     """Give a sandbox a file of its own. Blocks."""
     copy = path.with_suffix(".own")
-    vmdisk.copy_sparse(path, copy)
-    copy.chmod(0o444)
+    sparse.copy(path, copy, 0o444)
     copy.rename(path)

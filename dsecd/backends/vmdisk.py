@@ -8,11 +8,10 @@ Each is a copy of a template of its size, which takes no time: an empty file sys
 
 from __future__ import annotations
 
-import errno
 import os
 from pathlib import Path
 
-from dsecd.linux import proc
+from dsecd.linux import proc, sparse
 
 _MKFS_S = 60.0
 # A small journal: a monitor may be killed at any moment, and what was synced is to be there at the next start. Tables
@@ -28,7 +27,7 @@ def make(template_dir: Path, target: Path, size_bytes: int) -> None:
     template = template_dir / f"disk-{size_bytes}.ext4"
     if not template.exists():
         _make_template(template, size_bytes)
-    copy_sparse(template, target)
+    sparse.copy(template, target)
 
 
 def _make_template(template: Path, size_bytes: int) -> None:
@@ -41,36 +40,3 @@ def _make_template(template: Path, size_bytes: int) -> None:
         partial.rename(template)
     finally:
         partial.unlink(missing_ok=True)
-
-
-def copy_sparse(source: Path, target: Path) -> None:
-    """Copy what of a file is data, sharing it where the file system can. Blocks. The copy is for root alone."""
-    out = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        with source.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            os.ftruncate(out, size)
-            at = 0
-            while at < size:
-                try:
-                    at = os.lseek(file.fileno(), at, os.SEEK_DATA)
-                except OSError as error:
-                    if error.errno != errno.ENXIO:  # nothing but a hole is left
-                        raise
-                    return
-                end = os.lseek(file.fileno(), at, os.SEEK_HOLE)
-                at = _copy_range(file.fileno(), out, at, end)
-    except BaseException:
-        target.unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(out)
-
-
-def _copy_range(source: int, target: int, start: int, end: int) -> int:
-    while start < end:
-        done = os.copy_file_range(source, target, end - start, start, start)
-        if done == 0:
-            raise OSError(errno.EIO, "copy: the source became shorter")
-        start += done
-    return end

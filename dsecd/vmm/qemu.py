@@ -20,7 +20,7 @@ import socket
 from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 
-from dsecd.linux import mechanisms, pidfd, proc
+from dsecd.linux import mechanisms, pidfd, proc, sparse
 from dsecd.linux.pidfd import Process
 from dsecd.vmm import cage, port
 from dsecd.vmm.base import ALIGN_BYTES, Machine, Place, Probe, Snapshot, VmmError
@@ -29,7 +29,7 @@ from dsecd.vmm.qmp import Qmp
 
 PROGRAM = "qemu-system-x86_64"
 _PORT = "dsec.agent"
-_AGENT_FD, _CONTROL_FD = 3, 4
+_AGENT_FD, _CONTROL_FD, _MEMORY_FD = 3, 4, 5
 _ANSWER_S = 20.0
 _CONSOLE_BYTES = 64 << 10
 _CONSOLE_NAME = "dsec-console"
@@ -37,6 +37,11 @@ _WORDS, _WORDS_BYTES = 8, 1500
 _PANIC = "Kernel panic"
 _CONTROLS = re.compile(r"\x1b\[[0-9;?=]*[A-Za-z]|[\x00-\x1f]")
 _GIB = 1 << 30
+_MEMORY_NAME = "dsec-memory"
+_RESTORE = "restore"  # in a machine's directory, a link to the state that it begins with
+_SAVE_SET = 7
+_MIGRATE_POLL_S = 0.01
+_IGNORE_SHARED = [{"capability": "x-ignore-shared", "state": True}]
 
 #: What of a q35 a guest of ours has no use for.
 _MACHINE = "q35,smm=off,vmport=off,sata=off,smbus=off,usb=off,graphics=off,hpet=off,i8042=off,memory-backend=ram"
@@ -82,7 +87,8 @@ class Qemu:
         if machine.initramfs is not None:
             files["initramfs"] = machine.initramfs
         if restore is not None:
-            files |= {"state": restore.state, "ram": restore.memory}
+            files["ram"] = restore.memory
+            (place.rundir / _RESTORE).symlink_to(restore.state)
         writable = {} if machine.disk is None else {"disk": machine.disk}
         if machine.disk is not None:
             os.chown(machine.disk, place.uid, place.uid)
@@ -91,11 +97,13 @@ class Qemu:
         with contextlib.ExitStack() as stack:
             agent = stack.enter_context(_listening(place, "agent"))
             control = stack.enter_context(_listening(place, "control"))
+            memory = _memory_file(machine.memory_bytes)
+            stack.callback(os.close, memory)
             devices = [Path("/dev/kvm")] if accelerator == "kvm" else []
             try:
                 self._cage.start(
                     place, argv, files=files, writable=writable, devices=devices,
-                    fds=[agent.fileno(), control.fileno()], stdio=self._new_console(place),
+                    fds=[agent.fileno(), control.fileno(), memory], stdio=self._new_console(place),
                 )  # fmt: skip
             except proc.ProcessFailed as error:
                 raise proc.ProcessFailed(error.argv, error.returncode, self.last_words(place)) from error
@@ -165,10 +173,26 @@ class Qemu:
 
     async def resume(self, place: Place) -> None:
         async with self._control(place) as qmp:
+            if (await qmp.execute("query-status")).get("status") == "inmigrate":
+                await _load(qmp, place)
             await qmp.execute("cont")
 
     async def save(self, place: Place, target: Snapshot) -> None:
-        raise VmmError("save: not built yet")
+        process = self.process(place)
+        if process is None:
+            raise VmmError("save: the virtual machine has ended")
+        async with self._control(place) as qmp:
+            # Memory is a file: devices only are written, and the file is copied. The state is some hundred KiB.
+            await qmp.execute("migrate-set-capabilities", capabilities=_IGNORE_SHARED)
+            fd = os.open(target.state, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o400)
+            try:
+                await qmp.execute("migrate", uri=f"file:{await qmp.give(fd, _SAVE_SET)}")
+            finally:
+                os.close(fd)
+            await _migrated(qmp)
+            await qmp.execute("remove-fd", **{"fdset-id": _SAVE_SET})
+        await asyncio.to_thread(sparse.copy, Path(f"/proc/{process.pid}/fd/{_MEMORY_FD}"), target.memory, 0o444)
+        target.state.with_name("key").write_bytes((place.rundir / "key").read_bytes())
 
     async def memory(self, place: Place) -> Mapping[str, int]:
         async with self._control(place) as qmp:
@@ -209,11 +233,10 @@ def _memory(machine: Machine, *, restoring: bool) -> list[str]:
     layers = sum(_padded(path) for path in machine.layers)
     most = (machine.memory_bytes + layers) // _GIB * _GIB + 2 * _GIB
     size = f"size={machine.memory_bytes}"
-    # A file of shared memory: a snapshot is a copy of it, and the host gives it no huge pages that would keep what the
-    # guest has given back. A copy of a snapshot maps the file for itself alone.
+    # A restored machine maps the snapshot's file for itself alone: what it writes, and only that, is its own.
     ram = (
         f"memory-backend-file,id=ram,mem-path={FILES}/ram,share=off,readonly=on,rom=off,{size}" if restoring
-        else f"memory-backend-memfd,id=ram,share=on,{size}"
+        else f"memory-backend-file,id=ram,mem-path=/proc/self/fd/{_MEMORY_FD},share=on,{size}"
     )  # fmt: skip
     return ["-m", f"size={machine.memory_bytes}B,maxmem={most}B", "-object", ram]
 
@@ -275,6 +298,39 @@ def balloon_statistics(answer: object) -> dict[str, int]:
         for name, value in stats.items()
         if isinstance(value, int) and 0 <= value < unknown
     }
+
+
+async def _load(qmp: Qmp, place: Place) -> None:
+    """Put the state of a snapshot into a machine that waits for it."""
+    await qmp.execute("migrate-set-capabilities", capabilities=_IGNORE_SHARED)
+    fd = os.open(place.rundir / _RESTORE, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        await qmp.execute("migrate-incoming", uri=f"file:{await qmp.give(fd, _SAVE_SET)}")
+    finally:
+        os.close(fd)
+    await _migrated(qmp)
+
+
+async def _migrated(qmp: Qmp) -> None:
+    """Wait for the end of a migration; the control connection's time bounds it. Raises VmmError."""
+    while True:
+        answer = await qmp.execute("query-migrate")
+        if answer.get("status") == "completed":
+            return
+        if answer.get("status") in ("failed", "cancelled"):
+            raise VmmError(f"snapshot: {str(answer.get('error-desc', 'failed'))[:300]}")
+        await asyncio.sleep(_MIGRATE_POLL_S)
+
+
+def _memory_file(size: int) -> int:
+    """The guest's memory: a file that belongs to no file system, and that only its machine has.
+
+    Shared memory, so that a snapshot is a copy of it, and that the host gives it no huge pages, which would keep what
+    the guest has given back.
+    """
+    fd = os.memfd_create(_MEMORY_NAME, os.MFD_CLOEXEC)
+    os.ftruncate(fd, size)
+    return fd
 
 
 def _key_of(restore: Snapshot) -> bytes:

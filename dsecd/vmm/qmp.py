@@ -45,6 +45,17 @@ class Qmp:
         """Send a command and give its answer. Raises VmmError when QEMU refuses it or is gone."""
         message = {"execute": command} | ({"arguments": arguments} if arguments else {})
         self._writer.write(json.dumps(message).encode() + b"\n")
+        return await self._answer(command)
+
+    async def give(self, fd: int, number: int) -> str:
+        """Hand a descriptor to QEMU as the only one of a set; the path by which commands name it."""
+        message = {"execute": "add-fd", "arguments": {"fdset-id": number}}
+        # Nothing waits in the stream's buffer: each command is answered before the next.
+        socket.send_fds(self._sock, [json.dumps(message).encode() + b"\n"], [fd])
+        await self._answer("add-fd")
+        return f"/dev/fdset/{number}"
+
+    async def _answer(self, command: str) -> Any:
         for _line in range(_LINES_MAX):
             answer = await self._read()
             if "return" in answer:

@@ -159,7 +159,7 @@ def test_stop_keeps_files_and_a_death_is_told_and_keeps_them_too(daemon: Daemon,
 def resident_kib(daemon: Daemon, sandbox_id: str) -> int:
     """How much of the guest's memory the host holds."""
     entries = Path(f"/proc/{monitor(daemon, sandbox_id)}/smaps").read_text().split("VmFlags:")
-    (ram,) = [entry for entry in entries if "memfd:memory-backend" in entry]
+    (ram,) = [entry for entry in entries if "memfd:dsec-memory" in entry]
     return int(next(line.split()[1] for line in ram.splitlines() if line.startswith("Rss:")))
 
 

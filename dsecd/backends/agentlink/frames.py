@@ -83,6 +83,7 @@ class Type:
     READY: Final = 0x29
     FREEZE: Final = 0x38
     LIMIT: Final = 0x39
+    RENEW: Final = 0x3A
 
 
 class Tag:

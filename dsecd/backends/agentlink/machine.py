@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests about a whole virtual machine. An agent in a container refuses them: its host does these things itself."""
 
+import os
+import time
+
 from dsecd.backends.agentlink.calls import request
 from dsecd.backends.agentlink.connection import Connection
-from dsecd.backends.agentlink.frames import Tag, Type, u64
+from dsecd.backends.agentlink.frames import Tag, Type, raw, u64
+
+_ENTROPY_BYTES = 64
 
 
 class MachineRequests:
@@ -15,6 +20,11 @@ class MachineRequests:
     async def freeze(self, *, frozen: bool) -> None:
         """Stops all commands, or lets them go on; returns when all of them do."""
         await request(self._conn, Type.FREEZE, u64(Tag.FLAGS, int(frozen)))
+
+    async def renew(self, hostname: str) -> None:
+        """Makes a copy of a machine one of its own: new random numbers, the time, a host name, a machine id."""
+        payload = u64(Tag.TIME_NS, time.time_ns()) + raw(Tag.TARGET, os.urandom(_ENTROPY_BYTES))
+        await request(self._conn, Type.RENEW, payload + raw(Tag.NAME, hostname.encode("ascii")))
 
     async def limit_pids(self, most: int) -> None:
         """Sets how many processes and threads all commands together may have."""
