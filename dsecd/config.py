@@ -156,6 +156,9 @@ class Config(_Section):
     core_scheduling: Literal["off", "class", "sandbox"] = Field(
         "class", description="who shares no core's siblings with whom: batch with anybody else, or each with each"
     )
+    apparmor: Literal["auto", "require", "off"] = Field(
+        "auto", description="confine sandboxes by AppArmor where there is some, refuse to start without, or never"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     limits: RequestLimits = RequestLimits()
     admission: Admission = Admission()

@@ -8,6 +8,7 @@ files that sandboxes wrote and the database, which stay; a daemon started later 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import sys
@@ -15,13 +16,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dsecd import lock
-from dsecd.backends import network_host
+from dsecd.backends import network_host, policy
 from dsecd.config import Config, ConfigError, load
-from dsecd.linux import cgroup, mount, mountns, proc
+from dsecd.linux import apparmor, cgroup, mount, mountns, proc
 from libdsec.errors import DsecError
 
 #: systemd may hold the unit in a slice of its own choice, or of the operator's.
 _UNITS = ("dsecd.service", "*.slice/dsecd.service", "*.slice/*.slice/dsecd.service")
+_PROFILES = (policy.DEFAULT, "dsecd")
 #: How long killed processes may take to go: one may be writing to a slow disk.
 _GONE_TIMEOUT_S = 20.0
 
@@ -48,14 +50,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def tear_down(config: Config) -> list[str]:
-    """End the sandboxes, unpin the namespace, clear the runtime directory; what failed, a line each.  Blocks.
+    """End the sandboxes, unpin the namespace, clear the runtime directory, unload profiles; what failed, a line each.
 
-    Raises Conflict while a daemon runs there. Without a runtime directory nothing has run since boot, and nothing is
-    touched: a package removed inside a chroot must not end the sandboxes of the host around it.
+    Blocks.  Raises Conflict while a daemon runs there. Without a runtime directory nothing has run since boot, and but
+    for profiles that confine nothing, nothing is touched: a package removed inside a chroot must not end the sandboxes
+    of the host around it.
     """
-    runtime = config.runtime_dir
+    runtime, profiles = config.runtime_dir, policy.prefix(str(config.state_dir))
     if not (runtime / "dsecd.lock").exists():
-        return []
+        return _unload(profiles)
     faults: list[str] = []
     held = lock.hold(runtime)
     try:
@@ -63,6 +66,7 @@ def tear_down(config: Config) -> list[str]:
             faults += _end(directory, removable)
         faults += _rules(runtime)
         faults += _unmount(runtime)
+        faults += _unload(profiles)
         faults += _clear(runtime, config.socket)
     finally:
         os.close(held)
@@ -85,6 +89,25 @@ def _end(directory: Path, removable: Path) -> list[str]:
     try:
         cgroup.kill(directory)
         cgroup.remove(removable, _GONE_TIMEOUT_S)
+    except OSError as error:
+        return [str(error)]
+    return []
+
+
+def _unload(prefix: str) -> list[str]:
+    """Remove the AppArmor profiles that the daemon made for sandboxes, and the package's, unless they confine something
+    that still runs: of another daemon, or stuck."""
+    if apparmor.why_missing():
+        return []
+    used = set()
+    for path in Path("/proc").iterdir():
+        # One may have ended since.
+        with contextlib.suppress(OSError):
+            used.add(apparmor.label(int(path.name)) if path.name.isdecimal() else "")
+    try:
+        for name in apparmor.loaded():
+            if name not in used and (name in _PROFILES or name.startswith(prefix)):
+                apparmor.remove(name)
     except OSError as error:
         return [str(error)]
     return []

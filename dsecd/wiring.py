@@ -55,6 +55,7 @@ async def build_core(config: Config, place: Place, store: Store, events: Events,
     site = Site(
         state_dir=config.state_dir, runtime_dir=config.runtime_dir, cgroup_dir=place.cgroup_dir,
         agent=config.agent_path, objects_dir=images.objects_dir, launch_ns=place.launch_ns,
+        cache_dir=config.cache_dir, apparmor=config.apparmor,
         generation=place.generation, core_scheduling=config.core_scheduling,
         network=NetworkSite(
             ipv4_pool=config.network.ipv4_pool, ipv6_pool=config.network.ipv6_pool, uid_base=config.uid_base,

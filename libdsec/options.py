@@ -33,6 +33,7 @@ class SpecOptions(TypedDict, total=False):
     network: t.Policy
     cpu_class: Literal["latency", "batch"]
     limits: t.Limits
+    apparmor: t.AppArmor | Mapping[str, Any] | None
 
 
 class ExecOptions(TypedDict, total=False):

@@ -27,7 +27,8 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from libdsec import network
+from libdsec import apparmor, network
+from libdsec.apparmor import AppArmor as AppArmor
 from libdsec.network import Policy as Policy
 
 MIB = 1 << 20
@@ -53,7 +54,6 @@ Arg = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$", max_length=131072)
 User = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$", max_length=128)]
 GuestPath = Annotated[str, StringConstraints(pattern=r"^/[^\x00]*$", max_length=4096)]
 
-
 #: What the patterns mean, for messages.
 _WORDS = {
     ID_PATTERN: "must be 1 to 63 of a-z, 0-9, '.' and '-', the first a letter or digit",
@@ -61,6 +61,7 @@ _WORDS = {
     IMAGE_REF_PATTERN: "must be name[:tag] or a digest",
     HOSTNAME_PATTERN: "must be 1 to 63 of A-Z, a-z, 0-9 and '-', which neither begins nor ends it",
     LABEL_NAME_PATTERN: "must be a name of A-Z, a-z, 0-9, '.', '_', '/' and '-', the first a letter or digit",
+    apparmor.PATH_GLOB_PATTERN: apparmor.PATH_GLOB_WORDS,
     r"^/[^\x00]*$": "must be an absolute path",
     r"^[^\x00]*$": "must not contain a NUL byte",
     r"^[^=\x00]{1,4096}$": "must be a name of 1 to 4096 bytes without '=' and NUL",
@@ -200,6 +201,9 @@ class SandboxSpec(Model):
         "latency", description="batch gets what CPU time latency leaves, and shares no core with it; fixed at creation"
     )
     limits: Limits = Limits()
+    apparmor: AppArmor | None = Field(
+        None, description="rules of its own; `feature-missing` where the host has no AppArmor"
+    )
     labels: Labels = Field(default_factory=dict)
     ttl_s: float | None = Field(
         None, gt=0, le=10 * 365 * 86400, description="deleted this long after creation; time paused does not count"
@@ -248,6 +252,7 @@ class Sandbox(OpenModel):
     started_at: datetime | None = None
     expires_at: datetime | None = None
     off: tuple[str, ...] = Field((), description="default protections this host cannot give, see `dsecctl host`")
+    apparmor_profile: str = Field("unconfined", description="what confines it, or did when it last ran")
 
 
 class BatchItem(OpenModel):

@@ -53,6 +53,8 @@ SETTINGS = {
     "state_dir": "Where images, writable layers and the database lie: a disk file system with extended attributes.",
     "cache_dir": "What may be lost: build caches.",
     "runtime_dir": "Mounts, the pinned mount namespace, agents' sockets. On a tmpfs.",
+    "apparmor": "auto confines sandboxes where the kernel has AppArmor and marks them unconfined elsewhere; require "
+    "does not start without it; off confines none and refuses those that ask for rules of their own.",
     "log_level": "debug, info, warning or error.",
 }
 

@@ -58,6 +58,21 @@ NETWORK = click.option(
     help="What it may reach: none, all, or rules like tcp:203.0.113.0/24:443,udp:*:53 (docs/network.md).",
 )  # fmt: skip
 
+APPARMOR = options(
+    click.option(
+        "--deny-write", multiple=True, metavar="GLOB", help="Nobody inside may write or move it or what is below."
+    ),
+    click.option("--deny-read", multiple=True, metavar="GLOB", help="Nobody inside may read or execute it."),
+    click.option(
+        "--deny-sockets",
+        multiple=True,
+        type=click.Choice(["inet", "inet6", "netlink"]),
+        help="No sockets of this family.",
+    ),
+    click.option("--allow-raw-sockets", is_flag=True, help="As ping and tcpdump may need; denied by default."),
+)
+_APPARMOR_NAMES = tuple(t.AppArmor.model_fields)
+
 SPEC = options(
     click.option("--name", "id", metavar="ID", help="Its id; made up when not given."),
     click.option(
@@ -102,6 +117,7 @@ SPEC = options(
     ),
     click.option("--wait", "wait_s", type=DURATION, help="How long it may wait for the host to have room (30s)."),
     LIMITS,
+    APPARMOR,
 )
 
 
@@ -115,9 +131,17 @@ def asked_limits(values: Mapping[str, Any]) -> t.Limits | None:
     return limits_of(values) if any(values.get(name) is not None for name in LIMIT_NAMES) else None
 
 
+def apparmor_of(values: Mapping[str, Any]) -> t.AppArmor | None:
+    """The AppArmor rules among parsed options."""
+    given = {name: values[name] for name in _APPARMOR_NAMES if values[name]}
+    return build(t.AppArmor, "apparmor", **given) if given else None
+
+
 def spec_of(image: str, given: Mapping[str, Any], argv: tuple[str, ...] | None) -> t.SandboxSpec:
     """The spec that parsed options stand for. Raises InvalidSpec."""
-    fields = {name: value for name, value in given.items() if name not in (*LIMIT_NAMES, "id", "env_file", "wait_s")}
+    apart = {*LIMIT_NAMES, *_APPARMOR_NAMES, "id", "env_file", "wait_s"}
+    fields = {name: value for name, value in given.items() if name not in apart}
+    fields["apparmor"] = apparmor_of(given)
     fields |= {"env": {**given["env_file"], **dict(given["env"])}, "labels": dict(given["labels"])}
     fields = {name: value for name, value in fields.items() if value is not None}
     return build(t.SandboxSpec, "spec", image=image, command=argv, limits=limits_of(given), **fields)

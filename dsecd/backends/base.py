@@ -68,6 +68,8 @@ class Site:
     cgroup_dir: Path  # the cgroup that holds all sandboxes
     agent: Path  # the agent's program
     objects_dir: Path  # file contents of all images
+    cache_dir: Path  # may be lost
+    apparmor: Literal["auto", "require", "off"]  # of the configuration
     launch_ns: int  # fd of a mount namespace with few mounts, to start runtimes from
     generation: int  # counts the daemon's starts
     network: NetworkSite
@@ -83,6 +85,7 @@ class Box:
     spec: SandboxSpec
     uid_base: int  # first host id of its range
     layers: tuple[Path, ...]  # mounted metadata images, top first
+    profile: str = ""  # the AppArmor profile that confines it; none when empty
     process: Process | None = None  # its init, as the host sees it
     link: AgentLink | None = None
     on_link_lost: Callable[[LinkLost], None] = field(default=lambda _lost: None)
@@ -104,6 +107,11 @@ class Backend(Protocol):
     def probe(self) -> BackendState: ...
     def check(self, spec: SandboxSpec) -> list[str]:
         """Raise FeatureMissing for what the spec asks for and this host lacks; name the defaults that are off."""
+        ...
+
+    async def take_stock(self, boxes: Sequence[Box]) -> None:
+        """Before anything is done to ``boxes``, which are all that have a record: find out what of an earlier daemon's
+        they share, and remove what none of them uses."""
         ...
 
     def disk_steps(self, box: Box) -> Sequence[Step]: ...

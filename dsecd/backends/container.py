@@ -52,7 +52,7 @@ class ContainerBackend:
 
     def check(self, spec: SandboxSpec) -> list[str]:
         self._steps.network.check(spec.network)
-        off = self._steps.limits.check(spec.limits)
+        off = [*self._steps.limits.check(spec.limits), *self._steps.confinement.check(spec)]
         if spec.cpu_class == "batch":
             self._steps.limits.check_idle()
         if self._lacks_cookies and self._steps.cookies.concerns(spec.cpu_class):
@@ -62,6 +62,9 @@ class ContainerBackend:
     def residents(self) -> set[str]:
         return self._steps.residents()
 
+    async def take_stock(self, boxes: Sequence[Box]) -> None:
+        await self._steps.confinement.take_stock(boxes)
+
     def disk_steps(self, box: Box) -> Sequence[Step]:
         on, do = functools.partial, self._steps
         return (Step("disk", "directories for what it writes", on(do.make_disk, box), on(do.trash_disk, box)),)
@@ -70,6 +73,9 @@ class ContainerBackend:
         on, do = functools.partial, self._steps
         return (
             Step("rundir", "bundle and log directory", on(do.make_rundir, box), on(do.remove_rundir, box)),
+            # Before the cgroup, so that it is removed when there is no process any more that it could confine.
+            Step("profile", "AppArmor profile", on(do.confinement.acquire, box),
+                 on(do.confinement.release, box)),
             Step("cgroup", "cgroup with agent/ and run/", on(do.make_cgroup, box), on(do.remove_cgroup, box)),
             Step("launch", "stack the layers and start the agent", on(do.launch, box), on(do.end, box)),
             Step("network", "device and policy", on(do.network.attach, box), on(do.network.detach, box)),

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from dsecd.backends.agentlink.link import connect
 from dsecd.backends.base import Box, Site, translated
+from dsecd.backends.confinement import Confinement
 from dsecd.backends.cookies import Cookies
 from dsecd.backends.launch import Launcher
 from dsecd.backends.limits import LimitWriter
@@ -52,6 +53,9 @@ class ContainerSteps:
         self.limits = LimitWriter(site.cgroup_dir, site.state_dir)
         self.network = NetworkSteps(Network(site), self._launcher.pid)
         self._kills = OomWatch()
+        self.confinement = Confinement(
+            site.apparmor, lambda box: self.cgroup(box).exists(), state_dir=site.state_dir, cache_dir=site.cache_dir
+        )
         # Starting a container is mostly work of the kernel and of crun: more at once than this only queue there.
         self._launches = asyncio.Semaphore(2 * (os.cpu_count() or 1))
         self._threads = mountns.FreshThreads()

@@ -101,7 +101,9 @@ class Launcher:
     def _run_crun(self, box: Box, root: Path, cgroup_path: Path, fds: dict[int, int]) -> None:
         rundir = self.runs / box.id
         group = f"/{cgroup_path.relative_to(cgroup.root())}"
-        config = oci.configuration(box.id, box.spec, root=root, cgroups_path=group, uid_base=box.uid_base)
+        config = oci.configuration(
+            box.id, box.spec, root=root, cgroups_path=group, uid_base=box.uid_base, profile=box.profile
+        )
         (rundir / "config.json").write_text(json.dumps(config))
         argv = [
             "crun", f"--root={self.crun_root}", "--cgroup-manager=cgroupfs", "run", "--detach",

@@ -85,6 +85,8 @@ def check(spec: SandboxSpec) -> None:
     check_network(spec.network)
     if spec.cpu_class == "batch":
         raise errors.FeatureMissing("spec.cpu_class: a microVM cannot be of class batch yet", feature="microvm-batch")
+    if spec.apparmor is not None:
+        raise errors.FeatureMissing("spec.apparmor: a microVM has a kernel of its own", feature="microvm-apparmor")
     asked = spec.limits.memory_max_bytes
     if asked is not None and asked < _MEMORY_MIN_BYTES:
         raise errors.InvalidSpec(

@@ -96,9 +96,9 @@ def hostname(sandbox_id: str, spec: SandboxSpec) -> str:
 
 
 def configuration(
-    sandbox_id: str, spec: SandboxSpec, *, root: Path, cgroups_path: str, uid_base: int
+    sandbox_id: str, spec: SandboxSpec, *, root: Path, cgroups_path: str, uid_base: int, profile: str = ""
 ) -> dict[str, Any]:
-    """``config.json`` for a box whose composed tree is mounted at ``root``."""
+    """``config.json`` for a box whose composed tree is mounted at ``root``; ``profile`` is AppArmor's, if any."""
     mapping = [{"containerID": 0, "hostID": uid_base, "size": SIZE}]
     program = [f"/proc/self/fd/{PROGRAM_FD}", f"--listen-fd={LISTEN_FD}", f"--cgroup-fd={CGROUP_FD}", "--container"]
     capabilities = dict.fromkeys(("bounding", "effective", "permitted"), _CAPABILITIES)
@@ -115,6 +115,8 @@ def configuration(
             "capabilities": capabilities,
             "noNewPrivileges": True,
             "rlimits": [_open_files()],
+            # For the agent; commands inherit it.
+            **({"apparmorProfile": profile} if profile else {}),
         },
         "root": {"path": str(root), "readonly": spec.readonly_root},
         "hostname": hostname(sandbox_id, spec),

@@ -222,7 +222,7 @@ class Lifecycle:
         if record.spec.command is not None:
             await _start_main(live)
         record.process, record.boot_id, record.started_at = live.box.process, self._boot_id, time.time()
-        record.intent, record.reason = "", None
+        record.intent, record.reason, record.profile = "", None, live.box.profile
         self.watch.start(live)
         await self._ledger.to(live, State.RUNNING, "sandbox.running")
 

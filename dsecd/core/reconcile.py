@@ -53,6 +53,8 @@ async def reconcile(
         if record.spec.backend not in backends:
             log.warning("sandbox=%s backend=%s is not available: left alone", record.id, record.spec.backend)
     await _remove_strangers({record.id for record in found}, backends, checkpoint)
+    for name, backend in backends.items():
+        await backend.take_stock([live.box for live in lives if live.record.spec.backend == name])
     shortages: list[NoCapacity] = []
 
     async def one(live: Live) -> None:

@@ -70,7 +70,8 @@ class Registry:
     def enter(self, record: Record) -> Live:
         """Make the live form of a record and find it from now on."""
         spec = record.spec
-        box = Box(id=record.id, spec=spec, uid_base=self._uid_base + record.range_index * RANGE_SIZE, layers=())
+        uid_base = self._uid_base + record.range_index * RANGE_SIZE
+        box = Box(id=record.id, spec=spec, uid_base=uid_base, layers=(), profile=record.profile)
         live = Live(record, box, self._backends[spec.backend], self._defaults(record))
         box.on_link_lost = lambda lost: self.on_link_lost(live, lost)
         box.on_oom = lambda kills: self.on_oom(live, kills)

@@ -53,4 +53,7 @@ CREATE TABLE sandboxes (
 """
 
 #: Step i brings a database from version i to version i + 1.
-MIGRATIONS: tuple[str, ...] = (_BASE + images.SCHEMA,)
+MIGRATIONS: tuple[str, ...] = (
+    _BASE + images.SCHEMA,
+    "ALTER TABLE sandboxes ADD COLUMN profile TEXT NOT NULL DEFAULT '';",
+)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from dsecd.linux import (
+    apparmor,
     bpf,
     cgroup,
     erofs,
@@ -207,12 +208,11 @@ def _core_scheduling() -> Answer:
 
 
 def _apparmor() -> Answer:
-    enabled = Path("/sys/module/apparmor/parameters/enabled")
-    if not enabled.exists() or enabled.read_text().strip() != "Y":
-        return no("AppArmor is not active in this kernel")
-    if not Path("/sys/kernel/security/apparmor").is_dir():
-        return no("securityfs is not mounted at /sys/kernel/security")
-    return _program("apparmor_parser")()
+    if missing := apparmor.why_missing():
+        return no(missing)
+    mode = apparmor.loaded().get("dsec-sandbox", "not loaded yet")
+    answer = _program("apparmor_parser")()
+    return Answer(True, f"profile dsec-sandbox: {mode}") if answer.works else answer
 
 
 def _kvm() -> Answer:

@@ -14,8 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from libdsec.errors import ConnectionFailed
+from dsecd.daemon import EX_CONFIG
+from dsecd.linux import apparmor
+from libdsec.errors import ConnectionFailed, FeatureMissing
+from libdsec.types import AppArmor, SandboxSpec
 from tests.support.daemon import Daemon
+from tests.support.rootfs import debian_tar
 
 _CHECKOUT = Path(__file__).resolve().parents[2]
 _NOBODY = 65534
@@ -193,3 +197,32 @@ def test_systemd_hands_the_socket_over_and_is_told(tmp_path: Path) -> None:
             process.wait()
         assert daemon.socket.stat().st_ino == inode  # systemd's, not ours to remove
         daemon.socket.unlink()
+
+
+def test_sandboxes_without_apparmor_say_so_and_rules_are_refused() -> None:
+    if not apparmor.why_missing():
+        pytest.skip("this kernel has AppArmor: tests/vm/test_apparmor.py shows what it does")
+    with Daemon() as daemon, daemon.client() as client:
+        client.finish(client.image_import(name="debian:trixie", source=str(debian_tar()), kind="rootfs-tar"))
+        made = client.create(SandboxSpec(image="debian:trixie"))
+        assert made.apparmor_profile == "unconfined"
+        assert "apparmor" in made.off
+        asked = SandboxSpec(image="debian:trixie", apparmor=AppArmor(deny_write=("/srv",)))
+        with pytest.raises(FeatureMissing, match="confine by AppArmor: AppArmor is not active in this kernel"):
+            client.create(asked)
+        assert [sandbox.id for sandbox in client.list_all()] == [made.id]
+
+
+@pytest.mark.parametrize(("value", "status"), [("require", 6), ("sometimes", EX_CONFIG)])
+def test_apparmor_that_is_required_and_missing_ends_the_start(value: str, status: int) -> None:
+    if not apparmor.why_missing():
+        pytest.skip("this kernel has AppArmor: tests/vm/test_apparmor.py shows what it does")
+    with Daemon() as daemon:
+        daemon.stop()
+        file = daemon.state_dir / "dsecd.toml"
+        text = file.read_text()
+        file.write_text(f'apparmor = "{value}"\n{text}')
+        daemon.start(wait=False)
+        assert daemon.wait_dead() == status
+        assert "apparmor" in daemon.tail().lower()
+        file.write_text(text)

@@ -263,6 +263,7 @@ def test_create_sends_what_the_options_say(
         daemon, "create", "--name", "n1", "--workspace", "ws:1", "--toolkit", "a:1", "--toolkit", "b:1", "-e", "A=1",
         "-e", "SECRET", "--env-file", str(tmp_path / "env"), "-u", "nobody", "-w", "/srv", "--memory", "512M",
         "--cpus", "1.5", "--pids", "64", "--tmp-size", "1G", "--read-only", "-l", "job=7", "--ttl", "1h30m",
+        "--deny-write", "/srv/answers", "--deny-write", "/srv/*.key", "--deny-sockets", "inet", "--allow-raw-sockets",
         "debian:trixie", "--", "echo", "-n", "x",
     )  # fmt: skip
     assert (done.exit_code, done.stdout) == (0, "n1\n")
@@ -272,6 +273,9 @@ def test_create_sends_what_the_options_say(
         env={"B": "from file", "A": "1", "SECRET": "s3cret"}, user="nobody", workdir="/srv", readonly_root=True,
         limits=t.Limits(memory_max_bytes=512 << 20, cpu_max_permil=1500, pids_max=64), tmp_size_bytes=1 << 30,
         labels={"job": "7"}, ttl_s=5400,
+        apparmor=t.AppArmor(
+            deny_write=("/srv/answers", "/srv/*.key"), deny_sockets=("inet",), allow_raw_sockets=True
+        ),
     )  # fmt: skip
 
 

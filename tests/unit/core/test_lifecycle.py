@@ -89,6 +89,9 @@ class FakeBackend:
     def residents(self) -> set[str]:
         return set()
 
+    async def take_stock(self, boxes: Sequence[Box]) -> None:
+        del boxes
+
     async def reconnect(self, box: Box) -> None:
         self.reconnects.append(box.id)
         if self.reconnect_error is not None:
