@@ -325,8 +325,8 @@ def test_what_the_host_lacks_is_refused_by_name(client: Client) -> None:
     with pytest.raises(FeatureMissing, match=r"class batch, which needs cpu\.idle: this host has no .* controller cpu"):
         client.create(spec(cpu_class="batch"))
     assert "pids.max" in client.create(spec()).off
-    with pytest.raises(FeatureMissing, match="create with backend 'microvm'"):
-        client.create(spec(backend="microvm"))
+    with pytest.raises(FeatureMissing, match="create with backend 'fullvm'"):
+        client.create(spec(backend="fullvm"))
 
 
 def test_all_faults_of_a_spec_come_at_once(client: Client) -> None:
