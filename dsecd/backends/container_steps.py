@@ -8,8 +8,11 @@ does not: their order (``container.py``), crun (``launch.py``).
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from dsecd.backends.agentlink.link import connect
@@ -32,7 +35,7 @@ _CGROUP_PREFIX = "sandbox-"
 _BATCH = "batch"
 _CONNECT_TIMEOUT_S = 15.0
 KILL_TIMEOUT_S = 10.0
-#: How long killed processes are left to end by themselves.
+#: How long a sandbox of batch is left to begin or end by what others leave it.
 _PATIENCE_S = 0.5
 #: What the kernel may take to let go of a cgroup whose processes have been waited for already.
 _GONE_TIMEOUT_S = 1.0
@@ -77,6 +80,22 @@ class ContainerSteps:
         batch = self._site.cgroup_dir / _BATCH / name
         return batch if box.spec.cpu_class == "batch" or batch.exists() else self._site.cgroup_dir / name
 
+    @contextlib.contextmanager
+    def _not_starved(self, box: Box) -> Iterator[None]:
+        """Beginning and ending take processor time, of which a busy host leaves an idle cgroup next to none: after a
+        moment without success it competes like any other."""
+        group = self.cgroup(box).parent
+        if group.name != _BATCH:
+            yield
+            return
+        with contextlib.ExitStack() as stack:
+            hurry = functools.partial(stack.enter_context, self.limits.hurried(group))
+            timer = asyncio.get_running_loop().call_later(_PATIENCE_S, hurry)
+            try:
+                yield
+            finally:
+                timer.cancel()
+
     async def make_disk(self, box: Box) -> None:
         with translated(f"create '{box.id}'"):
             disk = self._disks / box.id
@@ -113,7 +132,8 @@ class ContainerSteps:
     async def launch(self, box: Box) -> None:
         with translated(f"start '{box.id}'"):
             async with self._launches:
-                await in_thread(self._launcher.start, box, self.cgroup(box), executor=self._threads)
+                with self._not_starved(box):
+                    await in_thread(self._launcher.start, box, self.cgroup(box), executor=self._threads)
 
     async def end(self, box: Box) -> None:
         """Kill everything in it, wherever its start got to."""
@@ -121,7 +141,9 @@ class ContainerSteps:
             # Who deletes has killed it already, while the record was written.
             if cgroup.populated(self.cgroup(box)):
                 await in_thread(cgroup.kill, self.cgroup(box))
-        if not await self._wait_end(box):
+        with self._not_starved(box):
+            ended = await cgroup.wait_empty(self.cgroup(box), KILL_TIMEOUT_S)
+        if not ended:
             raise errors.TimedOut(
                 f"end '{box.id}': processes still there {KILL_TIMEOUT_S:g} s after SIGKILL (stuck in the kernel?)",
                 hint="delete it again later; its resources stay reserved until then",
@@ -129,14 +151,6 @@ class ContainerSteps:
         self._launcher.forget(box)
         self.cookies.forget(box)
         box.process = None
-
-    async def _wait_end(self, box: Box) -> bool:
-        """Ending takes processor time, too, of which a busy host leaves an idle cgroup next to none."""
-        group = self.cgroup(box)
-        if await cgroup.wait_empty(group, _PATIENCE_S):
-            return True
-        with self.limits.hurried(group.parent if group.parent.name == _BATCH else None):
-            return await cgroup.wait_empty(group, KILL_TIMEOUT_S - _PATIENCE_S)
 
     async def identify_and_connect(self, box: Box) -> None:
         with translated(f"start '{box.id}'"):
@@ -153,7 +167,7 @@ class ContainerSteps:
             await link.close()
 
     async def apply_limits(self, box: Box) -> None:
-        with translated(f"limit '{box.id}'"):
+        with translated(f"limit '{box.id}'"), self._not_starved(box):
             await self.limits.apply(self.cgroup(box), box.spec.limits)
         self._watch_kills(box)
 
@@ -176,7 +190,7 @@ class ContainerSteps:
         await self.restore_cgroup(box)
         if box.process is not None:
             self.cookies.worn(box, box.process.pid)
-        with translated(f"connect to the agent of '{box.id}'"):
+        with translated(f"connect to the agent of '{box.id}'"), self._not_starved(box):
             box.link = await connect(
                 self._launcher.socket_path(box), generation=self._site.generation, timeout_s=_CONNECT_TIMEOUT_S,
                 on_lost=box.on_link_lost,

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 #: Steps on the way are for whoever looks closely, and ends that nobody asked for are warnings.
 _LEVELS = {
     "sandbox.created": logging.DEBUG, "sandbox.deleting": logging.DEBUG,
-    "sandbox.failed": logging.WARNING, "sandbox.stuck": logging.WARNING,
+    "sandbox.failed": logging.WARNING, "sandbox.stuck": logging.WARNING, "sandbox.oom": logging.WARNING,
 }  # fmt: skip
 
 

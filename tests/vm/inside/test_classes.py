@@ -260,6 +260,20 @@ def test_under_contention_batch_gets_what_latency_leaves_however_many_there_are(
         assert shares[0] > 0.85
 
 
+def test_a_sandbox_of_batch_can_be_made_and_ended_on_a_host_that_has_no_time_for_it(client: Client) -> None:
+    with ExitStack() as stack:
+        for cpu in sorted(os.sched_getaffinity(0)):
+            latency = stack.enter_context(_sandbox(client, "latency"))
+            stack.enter_context(_busy(latency, cpu))
+        time.sleep(1)
+        began = time.monotonic()
+        box = _sandbox(client, "batch").create()
+        made, idle = time.monotonic() - began, (_top(box).parent / "cpu.idle").read_text()
+        box.delete()
+        print(f"made in {made:.1f} s, deleted in {time.monotonic() - began - made:.1f} s with every CPU busy")
+        assert idle == "1\n"
+
+
 def test_weights_divide_a_processor(client: Client) -> None:
     with _sandbox(client, "latency", cpu_weight=300) as heavy, _sandbox(client, "latency") as light:
         with _busy(heavy, 0), _busy(light, 0):
