@@ -29,6 +29,7 @@ from libdsec.types import (
     Finding,
     HostReport,
     PressureReport,
+    SandboxSpec,
     VersionInfo,
 )
 
@@ -38,6 +39,8 @@ OPEN_FILES_MIN = 65_536
 
 #: Features that dsec cannot work without whatever the backend; backends name their own.
 _NEEDED = frozenset(("mkfs-erofs",))
+#: What sandboxes run on when nothing else is asked for. A host that lacks another backend is as it should be.
+_DEFAULT_BACKEND = SandboxSpec.model_fields["backend"].default
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ class Host:
         """Everything that can be checked, one line each; what is wrong comes with what to do."""
         features, backends = await asyncio.to_thread(self._probe, again=True)
         collisions = await asyncio.to_thread(self._sources.id_collisions)
-        needed = _NEEDED.union(*(backend.needs for backend in self._sources.backends.values()))
+        needed = _NEEDED | frozenset(self._sources.backends[_DEFAULT_BACKEND].needs)
         findings = [
             Finding(
                 check=f"feature {status.name}",
@@ -102,7 +105,10 @@ class Host:
             )
             for status in features
         ]
-        findings += [Finding(check=f"backend {b.name}", ok=b.works, detail=b.detail) for b in backends]
+        findings += [
+            Finding(check=f"backend {b.name}", ok=b.works, needed=b.name == _DEFAULT_BACKEND, detail=b.detail)
+            for b in backends
+        ]
         findings += [_disk(self._sources.state_dir), _open_files(), _ids(collisions)]
         findings.append(_room(_pressure(self._sources.admission)))
         findings += self._sources.residue()

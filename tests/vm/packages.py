@@ -43,6 +43,7 @@ _TRACES = """
 sort /sys/kernel/security/apparmor/profiles
 find /sys/fs/bpf -mindepth 1
 ip -oneline link | cut -d: -f2
+nft list tables
 find /run/netns -mindepth 1 2>/dev/null || true
 losetup --all
 cat /sys/kernel/mm/damon/admin/kdamonds/nr_kdamonds

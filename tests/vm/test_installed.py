@@ -18,8 +18,10 @@ _SANDBOX, _PAUSED = "survivor", "sleeper"
 _COUNTER = "n=0; while :; do n=$((n + 1)); echo $n >>/root/rounds; sleep 1; done"
 #: As `systemd-analyze security` rates the running unit, in tenths: its file says why it is not less.
 _EXPOSURE = 72
-#: What a host may lack by itself: the kernel's own configuration.
-_MAY_LACK = {"core-scheduling"}
+#: What this host lacks, with what has to be said of it: an option of its kernel, and what is only recommended.
+_LACKS = {
+    "feature core-scheduling": "CONFIG_SCHED_CORE", "feature qemu": "qemu-system", "backend microvm": "qemu",
+}  # fmt: skip
 
 
 @dataclass
@@ -124,14 +126,15 @@ def test_the_host_report_is_true(installed: Installed) -> None:
     assert report["memory_bytes"] == total_kib * 1024
 
 
-def test_the_doctor_finds_nothing_missing_but_what_the_kernel_lacks(installed: Installed) -> None:
+def test_the_doctor_says_what_is_missing_and_nothing_else(installed: Installed) -> None:
     done = installed.vm.run(["dsecctl", "--json", "doctor"], check=False)
     findings = json.loads(done.stdout)["findings"]
-    missing = {finding["check"].removeprefix("feature "): finding for finding in findings if not finding["ok"]}
-    assert set(missing) <= _MAY_LACK
+    missing = {finding["check"]: f"{finding['detail']}; {finding['hint']}" for finding in findings if not finding["ok"]}
+    assert missing.keys() == _LACKS.keys()
+    for check, word in _LACKS.items():
+        assert word in missing[check]
     assert len(findings) > 20
-    for finding in missing.values():
-        assert finding["detail"] and finding["hint"]
+    # Nothing of it is needed for what the package promises.
     assert done.ok
 
 
@@ -192,13 +195,13 @@ def test_a_sandbox_and_its_command_survive(with_sandbox: Installed, way: str) ->
 
 def test_the_watchdog_is_what_found_the_stuck_loop(with_sandbox: Installed) -> None:
     journal = with_sandbox.vm.run(["journalctl", "--unit=dsecd.service", "--output=cat", "--no-pager"]).text
-    assert journal.count("Watchdog timeout (limit 30s)!") == 1
+    assert "Watchdog timeout (limit 30s)!" in journal
     assert "Failed with result 'watchdog'" in journal
 
 
 def test_after_a_reboot_sandboxes_are_stopped_and_whole(with_sandbox: Installed) -> None:
     vm, service = with_sandbox.vm, with_sandbox.service
-    vm.run(["dsecctl", "create", "--name", _PAUSED, IMAGE])
+    vm.run(["dsecctl", "create", "--name", _PAUSED, "--network", "tcp:203.0.113.0/24:443", IMAGE])
     vm.run(["dsecctl", "pause", _PAUSED])
     rounds = with_sandbox.rounds()
     vm.reboot()
@@ -209,7 +212,7 @@ def test_after_a_reboot_sandboxes_are_stopped_and_whole(with_sandbox: Installed)
     }  # fmt: skip
     # Nothing but the files that they wrote.
     assert service.residue() == [f"file /var/lib/dsec/sandboxes/{name}" for name in sorted((_SANDBOX, _PAUSED))]
-    vm.run(["dsecctl", "start", _SANDBOX])
+    vm.run(["dsecctl", "start", _SANDBOX, _PAUSED])
     # Started again, the counter appends.
     assert with_sandbox.rounds()[: len(rounds)] == rounds
     assert with_sandbox.limits() == ["268435456", "50", "200"]
@@ -217,7 +220,8 @@ def test_after_a_reboot_sandboxes_are_stopped_and_whole(with_sandbox: Installed)
 
 def test_purge_leaves_nothing_though_sandboxes_run(with_sandbox: Installed) -> None:
     vm = with_sandbox.vm
-    assert with_sandbox.processes()
+    # One of them with a network: devices, programs in the kernel, packet rules.
+    assert with_sandbox.processes() and packages.traces(vm) != with_sandbox.traces_before
     packages.purge(vm)
     assert vm.run("ps -eo uid=,args= | awk '$1 >= 671088640'").text == ""
     assert vm.run("ps -eo args= | grep -c '[d]secd' || true").text == "0\n"
