@@ -15,7 +15,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from dsecd.backends import files
+from dsecd.backends import cookies, files
 from dsecd.backends.agentlink.link import AgentError, LinkLost
 from dsecd.backends.base import Box, Site, translated
 from dsecd.backends.container_steps import KILL_TIMEOUT_S, ContainerSteps
@@ -41,9 +41,9 @@ class ContainerBackend:
     needs = _NEEDED
 
     def __init__(self, site: Site) -> None:
-        wanted = site.core_scheduling != "off"
-        self._lacks_cookies = wanted and mechanisms.by_name("core-scheduling").check().works is not True
-        self._steps = ContainerSteps(replace(site, core_scheduling="off") if self._lacks_cookies else site)
+        works = site.core_scheduling == "off" or mechanisms.by_name("core-scheduling").check().works is True
+        self._cookies_lacking: cookies.Mode = "off" if works else site.core_scheduling
+        self._steps = ContainerSteps(site if works else replace(site, core_scheduling="off"))
 
     def probe(self) -> BackendState:
         missing = [status for status in mechanisms.report() if status.name in _NEEDED and status.works is False]
@@ -55,7 +55,7 @@ class ContainerBackend:
         off = [*self._steps.limits.check(spec.limits), *self._steps.confinement.check(spec)]
         if spec.cpu_class == "batch":
             self._steps.limits.check_idle()
-        if self._lacks_cookies and self._steps.cookies.concerns(spec.cpu_class):
+        if cookies.concern(self._cookies_lacking, spec.cpu_class):
             off.append("core-scheduling")
         return off
 

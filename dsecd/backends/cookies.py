@@ -22,6 +22,11 @@ from dsecd.linux.pidfd import Process
 Mode = Literal["off", "class", "sandbox"]
 
 
+def concern(mode: Mode, cpu_class: str) -> bool:
+    """Whether sandboxes of the class are to have a cookie."""
+    return mode == "sandbox" or (mode == "class" and cpu_class == "batch")
+
+
 class Cookies:
     """For any thread. With ``mode`` off, nothing happens in here."""
 
@@ -31,13 +36,9 @@ class Cookies:
         #: Threads and processes with the cookie of batch, by sandbox; the newest last.
         self._batch: dict[str, Process] = {}
 
-    def concerns(self, cpu_class: str) -> bool:
-        """Whether sandboxes of the class are to have a cookie."""
-        return self._mode == "sandbox" or (self._mode == "class" and cpu_class == "batch")
-
     def put_on(self, box: Box) -> None:
         """Give the calling thread the cookie that the box is to have. Raises OSError."""
-        if not self.concerns(box.spec.cpu_class):
+        if not concern(self._mode, box.spec.cpu_class):
             return
         if self._mode == "sandbox":
             coresched.create()

@@ -75,6 +75,12 @@ def test_what_is_installed_is_in_the_repository_or_made_by_the_rules() -> None:
             assert any(path == source or path.startswith(f"{source}/") for path in tracked), (name, source)
 
 
+def test_each_step_of_the_build_is_told_once() -> None:
+    # Of two recipes for a target make only warns, and forgets the first.
+    targets = re.findall(r"^(\w+):", (DEBIAN / "rules").read_text(), re.MULTILINE)
+    assert len(targets) > 8 and len(targets) == len(set(targets))
+
+
 def test_all_of_what_there_is_to_install_is_installed() -> None:
     sources = {line.split()[0] for _, line in lists(".install", ".manpages", ".docs")}
     assert {name.partition(".")[0] for name in declared_packages()} <= sources

@@ -20,7 +20,8 @@ _COUNTER = "n=0; while :; do n=$((n + 1)); echo $n >>/root/rounds; sleep 1; done
 _EXPOSURE = 72
 #: What this host lacks, with what has to be said of it: an option of its kernel, and what is only recommended.
 _LACKS = {
-    "feature core-scheduling": "CONFIG_SCHED_CORE", "feature qemu": "qemu-system", "backend microvm": "qemu",
+    "feature core-scheduling": "CONFIG_SCHED_CORE", "feature qemu": "qemu-system", "feature mkfs-ext4": "e2fsprogs",
+    "backend microvm": "qemu",
 }  # fmt: skip
 
 
