@@ -12,13 +12,16 @@ Every directory can be set, so that several daemons can run side by side.
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from ipaddress import IPv4Network, IPv6Network
+from ipaddress import IPv4Address, IPv4Network, IPv6Network, ip_address
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from dsecd.dns.frames import Endpoint
 
 DEFAULT_FILE = Path("/etc/dsec/dsecd.toml")
 
@@ -75,6 +78,16 @@ class Admission(_Section):
     batch_wait_s: float = Field(600.0, ge=0, le=86400, description="the same for each of a batch")
 
 
+def endpoint(text: str) -> Endpoint:
+    """A server from ADDRESS or ADDRESS:PORT. Raises ValueError."""
+    found = re.fullmatch(r"(?:\[(?P<v6>[^\]]+)\]|(?P<v4>[0-9.]+))(?::(?P<port>[0-9]{1,5}))?", text)
+    try:
+        address = ip_address(text) if found is None else ip_address(found["v6"] or found["v4"])
+        return Endpoint(address=address, port=int((found and found["port"]) or 53))
+    except ValueError:
+        raise ValueError(f"must be ADDRESS or ADDRESS:PORT, with [] around IPv6, got {text!r}") from None
+
+
 class NetworkPools(_Section):
     """Where the addresses of sandboxes come from; the host translates them, so that nobody else has to know them."""
 
@@ -83,6 +96,23 @@ class NetworkPools(_Section):
     )
     ipv6_pool: IPv6Network = Field(IPv6Network("fd64:7365:6300::/64"), description="the same for IPv6")
     flows_per_sandbox: int = Field(4096, ge=16, le=1 << 20, description="connections of one sandbox at a time")
+    dns_upstreams: tuple[str, ...] = Field(
+        (), max_length=8, description="servers that dsec-dns asks, as ADDRESS or ADDRESS:PORT ([...] around IPv6); "
+        "none: those of the host's resolv.conf"
+    )  # fmt: skip
+    dns_user: str = Field("dsec-dns", description="whom dsec-dns runs as; root is believed as well")
+
+    @field_validator("dns_upstreams")
+    @classmethod
+    def _upstreams_are_addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for text in value:
+            endpoint(text)
+        return value
+
+    @property
+    def dns_server(self) -> IPv4Address:
+        """Where dsec-dns answers: the last address of the pool that can be one, which no sandbox gets."""
+        return self.ipv4_pool[-2]
 
 
 class Microvm(_Section):
@@ -217,7 +247,7 @@ class Config(_Section):
     @model_validator(mode="after")
     def _pools_suffice(self) -> Config:
         for name, pool in (("ipv4_pool", self.network.ipv4_pool), ("ipv6_pool", self.network.ipv6_pool)):
-            if pool.num_addresses < self.uid_ranges + 2:
+            if pool.num_addresses < self.uid_ranges + 3:
                 raise ValueError(f"network.{name}: {pool} has too few addresses for {self.uid_ranges} id ranges")
         return self
 

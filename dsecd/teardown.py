@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
+from ipaddress import IPv4Address
 from pathlib import Path
 
 from dsecd import lock
@@ -64,7 +65,7 @@ def tear_down(config: Config) -> list[str]:
     try:
         for directory, removable in _cgroups(config.cgroup_root):
             faults += _end(directory, removable)
-        faults += _rules(runtime)
+        faults += _rules(runtime, config.network.dns_server)
         faults += _unmount(runtime)
         faults += _unload(profiles)
         faults += _clear(runtime, config.socket)
@@ -127,12 +128,12 @@ def _unmount(runtime: Path) -> list[str]:
     return []
 
 
-def _rules(runtime: Path) -> list[str]:
-    """Take back the table of packet rules, if a sandbox ever had a network; devices went with their sandboxes."""
+def _rules(runtime: Path, dns_server: IPv4Address) -> list[str]:
+    """Take back packet rules and address, if a sandbox ever had a network; devices went with their sandboxes."""
     if not (runtime / "bpf").is_dir():
         return []
     try:
-        network_host.remove()
+        network_host.remove(dns_server)
     except (OSError, proc.ProcessFailed) as error:
         return [str(error)]
     return []

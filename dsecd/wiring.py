@@ -7,16 +7,21 @@ process (``daemon.py``).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import pwd
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dsecd import listen
 from dsecd.backends import BACKENDS
 from dsecd.backends.base import Backend, MachineSettings, NetworkSite, Site
-from dsecd.config import Config, check_ids
+from dsecd.backends.dns_link import DnsLink
+from dsecd.backends.name_service import NameService
+from dsecd.config import Config, check_ids, endpoint
 from dsecd.core import reconcile
 from dsecd.core.admission import Admission
 from dsecd.core.events import Events
@@ -36,6 +41,7 @@ from dsecd.core.sandboxes import Sandboxes
 from dsecd.core.services import Core
 from dsecd.core.store import Store
 from dsecd.core.tasks import Tasks
+from dsecd.dns.frames import Endpoint, Settings
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,7 @@ async def build_core(config: Config, place: Place, store: Store, events: Events,
     checkpoint = fault_checkpoint()
     images = ImageStore(store, config.state_dir, config.runtime_dir, checkpoint=checkpoint)
     await images.reconcile()
+    names = NameService(_dns_link(config))
     site = Site(
         state_dir=config.state_dir, runtime_dir=config.runtime_dir, cgroup_dir=place.cgroup_dir,
         agent=config.agent_path, objects_dir=images.objects_dir, launch_ns=place.launch_ns,
@@ -59,7 +66,8 @@ async def build_core(config: Config, place: Place, store: Store, events: Events,
         generation=place.generation, core_scheduling=config.core_scheduling,
         network=NetworkSite(
             ipv4_pool=config.network.ipv4_pool, ipv6_pool=config.network.ipv6_pool, uid_base=config.uid_base,
-            flows_per_sandbox=config.network.flows_per_sandbox, program=config.egress_path,
+            flows_per_sandbox=config.network.flows_per_sandbox, program=config.egress_path, names=names,
+            dns_server=config.network.dns_server,
         ),
         machines=MachineSettings(**config.microvm.model_dump()),
     )  # fmt: skip
@@ -85,6 +93,10 @@ async def build_core(config: Config, place: Place, store: Store, events: Events,
     )
     await images.unmount_unused()
     tasks.spawn("expiry", deadlines.run(sandboxes.expired))
+    # Not before it knows them: whoever is not told of when it connects may resolve no name.
+    group = config.network.dns_user
+    tasks.spawn("dns", names.link.serve(listen.bound(config.runtime_dir / "dns.sock", 0o660, group)))
+    tasks.spawn("openings", names.sweep())
     host = Host(
         Sources(
             state_dir=config.state_dir, generation=place.generation, backends=backends, counts=sandboxes.counts,
@@ -107,6 +119,18 @@ def _admission(config: Config, place: Place, events: Events, tasks: Tasks) -> Ad
 
     gauge = Gauge(Thresholds(**settings.model_dump(include=set(Thresholds.__annotations__))), place.cgroup_dir)
     return Admission(gauge, tasks, mode=settings.mode, max_waiting=settings.max_waiting, tell=tell)
+
+
+def _dns_link(config: Config) -> DnsLink:
+    """dsec-dns is believed as the user it has a unit for, and as who runs the daemon by hand."""
+    uids = {os.geteuid()}
+    with contextlib.suppress(KeyError):
+        uids.add(pwd.getpwnam(config.network.dns_user).pw_uid)
+    settings = Settings(
+        listen=(Endpoint(address=config.network.dns_server),),
+        upstreams=tuple(map(endpoint, config.network.dns_upstreams)),
+    )
+    return DnsLink(settings, uids)
 
 
 def _parallel() -> int:

@@ -30,6 +30,8 @@
 #define ICMP6_LAST_ERROR 4
 #define ICMP6_ECHO 128
 #define ICMP6_ECHO_REPLY 129
+#define TCP_SYN 0x02
+#define TCP_ACK 0x10
 
 struct {
 	__uint(type, BPF_MAP_TYPE_LPM_TRIE);
@@ -38,6 +40,15 @@ struct {
 	__type(key, struct policy_key);
 	__type(value, struct ranges);
 } policies SEC(".maps");
+
+/* Room for 256 addresses of each of 4,096 sandboxes. */
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 1 << 20);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, struct opened_key);
+	__type(value, struct opened);
+} opened SEC(".maps");
 
 /* By the index of the host's end of the device. */
 struct {
@@ -72,6 +83,7 @@ struct flow {
 	__u8 family;
 	__u8 protocol;
 	__u8 later;  /* a fragment without ports */
+	__u8 begins; /* it asks for a new connection, or might */
 	__u8 exempt; /* an ICMP error on its way in: connection tracking judges it */
 };
 
@@ -89,8 +101,41 @@ static __always_inline void copy(__u8 *to, const __u8 *from, int size)
 		to[i] = from[i];
 }
 
-/* 0, or why not; *named is set when a rule names exactly this address. */
-static __always_inline int consult(const struct sandbox *box, const struct flow *flow, int *named)
+static __always_inline int within(__u16 first, __u16 last, const struct flow *flow)
+{
+	return flow->later ? first == 0 && last == 0xffff : first <= flow->port && flow->port <= last;
+}
+
+/* Whether a name has opened the address. */
+static __always_inline int opened_by_name(__u32 device, const struct flow *flow, int inbound)
+{
+	struct opened_key key = { .device = device, .family = flow->family };
+	__u64 linger = flow->protocol == IPPROTO_TCP ? LINGER_TCP_NS : LINGER_UDP_NS;
+	__u64 now = bpf_ktime_get_boot_ns();
+	struct opened *found;
+	int allowed = 0;
+
+	copy(key.addr, flow->addr, 16);
+	found = bpf_map_lookup_elem(&opened, &key);
+	if (!found)
+		return 0;
+	for (int i = 0; i < OPENED_MAX; i++) {
+		struct opening *opening = &found->opening[i];
+
+		if (!opening->until_ns || opening->protocol != flow->protocol ||
+		    !within(opening->first, opening->last, flow))
+			continue;
+		if (now >= opening->until_ns && (flow->begins || !opening->used_ns || now - opening->used_ns >= linger))
+			continue;
+		if (inbound)
+			opening->used_ns = now;
+		allowed = 1;
+	}
+	return allowed;
+}
+
+/* 0, or why not, by the rules for addresses; *named is set when a rule names exactly this one. */
+static __always_inline int consult_policy(const struct sandbox *box, const struct flow *flow, int *named)
 {
 	struct policy_key key = { .prefixlen = 8 * (POLICY_BYTES + 1 + 16), .family = flow->family };
 	const struct ranges *found;
@@ -108,8 +153,7 @@ static __always_inline int consult(const struct sandbox *box, const struct flow 
 			break;
 		if (range->protocol != flow->protocol)
 			continue;
-		if (flow->later ? range->first == 0 && range->last == 0xffff
-				: range->first <= flow->port && flow->port <= range->last) {
+		if (within(range->first, range->last, flow)) {
 			allowed = 1;
 			*named |= range->named;
 		}
@@ -117,6 +161,23 @@ static __always_inline int consult(const struct sandbox *box, const struct flow 
 	if (allowed)
 		return 0;
 	return flow->later ? REASON_FRAGMENT : REASON_POLICY;
+}
+
+/* 0, or why not. */
+static __always_inline int consult(const struct sandbox *box, __u32 device, const struct flow *flow, int inbound,
+				   int *named)
+{
+	int reason = consult_policy(box, flow, named);
+
+	return reason && opened_by_name(device, flow, inbound) ? 0 : reason;
+}
+
+/* Whether a TCP segment asks for a connection; one whose flags are elsewhere is taken for such. */
+static __always_inline int begins(struct __sk_buff *skb, int at)
+{
+	__u8 flags;
+
+	return bpf_skb_load_bytes(skb, at + 13, &flags, 1) || (flags & (TCP_SYN | TCP_ACK)) == TCP_SYN;
 }
 
 /* Ports and types: `at` is where the transport header begins. */
@@ -131,6 +192,7 @@ static __always_inline int transport(struct __sk_buff *skb, int at, int inbound,
 		if (bpf_skb_load_bytes(skb, at, ports, sizeof(ports)))
 			return REASON_HEADER;
 		flow->port = bpf_ntohs(inbound ? ports[0] : ports[1]);
+		flow->begins = flow->protocol == IPPROTO_TCP && begins(skb, at);
 		return 0;
 	}
 	if (flow->protocol != (flow->family == FAMILY_IPV4 ? IPPROTO_ICMP : IPPROTO_ICMPV6))
@@ -269,7 +331,7 @@ int from_sandbox(struct __sk_buff *skb)
 		return TC_ACT_SHOT;
 	reason = parse(skb, box, 0, &flow);
 	if (!reason)
-		reason = consult(box, &flow, &named);
+		reason = consult(box, device, &flow, 0, &named);
 	if (!reason && !named && ends_here(skb, box, &flow))
 		reason = REASON_HOST;
 	if (reason == REASON_QUIET)
@@ -296,7 +358,7 @@ int to_sandbox(struct __sk_buff *skb)
 		return TC_ACT_SHOT;
 	reason = parse(skb, box, 1, &flow);
 	if (!reason && !flow.exempt)
-		reason = consult(box, &flow, &named);
+		reason = consult(box, device, &flow, 1, &named);
 	if (reason) {
 		__sync_fetch_and_add(&count->denied_in, 1);
 		return TC_ACT_SHOT;
@@ -326,7 +388,8 @@ static __always_inline int may_reach(struct bpf_sock_addr *ctx, struct flow *flo
 		return 1;
 	flow->protocol = ctx->protocol;
 	flow->port = bpf_ntohs((__u16)ctx->user_port);
-	reason = consult(box, flow, &named);
+	flow->begins = flow->protocol == IPPROTO_TCP;
+	reason = consult(box, *device, flow, 0, &named);
 	if (reason)
 		note_denied(count, flow, reason);
 	return !reason;

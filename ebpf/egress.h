@@ -36,6 +36,34 @@ struct ranges {
 	struct range range[RANGES_MAX];
 };
 
+/*
+ * What names have opened: addresses of one device, by the ports of the rule that names the name. Nothing begins after
+ * until_ns. What is under way goes on while the far end answers: for so long after the last packet from there.
+ */
+#define RULE_BYTES 8
+#define OPENED_MAX 16
+#define LINGER_TCP_NS (3600ULL * 1000000000)
+#define LINGER_UDP_NS (180ULL * 1000000000)
+
+struct opened_key {
+	__u32 device;
+	__u8 family;
+	__u8 pad[3];
+	__u8 addr[16];
+};
+
+struct opening {
+	__u64 until_ns, used_ns; /* since boot; until_ns is 0 in what is not used */
+	__u8 rule[RULE_BYTES];
+	__u16 first, last;
+	__u8 protocol;
+	__u8 pad[3];
+};
+
+struct opened {
+	struct opening opening[OPENED_MAX];
+};
+
 struct sandbox {
 	__u8 policy[POLICY_BYTES];
 	__u8 has_ipv6;

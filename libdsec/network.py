@@ -9,7 +9,8 @@ how a policy is enforced (``dsecd.backends.egress``).
     tcp:203.0.113.0/24:443   a protocol (tcp, udp, icmp), addresses, a port or a range of them
     udp:*:53                 any public address
     [2001:db8::]/32          TCP, UDP and ICMP echo; with ports, TCP and UDP
-    host:*.example.org:443   a name, or all names below it
+    host:example.org:443     a name; its addresses are open while DNS says that they are its
+    host:*.example.org:443   all names below it, at any depth, and not example.org itself
 
 A rule opens a special range of addresses (private, link-local, of cloud metadata …) only if it lies within that range:
 ``all``, ``*`` and other rules that are wider leave it closed.
@@ -31,9 +32,36 @@ RULES_MAX = 256
 PORT_MAX = 65535
 ANYWHERE: tuple[Network, ...] = (IPv4Network("0.0.0.0/0"), IPv6Network("::/0"))
 PROTOCOLS = ("tcp", "udp", "icmp")
+
+#: Addresses that are somebody's own network or nobody's, opened only by a rule within them. The registries of special
+#: addresses at IANA, RFC 6890; and what clouds keep their metadata and control services at.
+SPECIAL: tuple[Network, ...] = tuple(map(ip_network, (
+    "0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12", "192.0.0.0/24",
+    "192.88.99.0/24", "192.168.0.0/16", "198.18.0.0/15", "224.0.0.0/4", "240.0.0.0/4",
+    "169.254.169.254/32", "169.254.170.2/32", "100.100.100.200/32", "168.63.129.16/32", "192.0.0.192/32",
+    "::/8", "64:ff9b::/96", "64:ff9b:1::/48", "100::/64", "2001::/32", "2002::/16", "fc00::/7", "fe80::/10",
+    "fec0::/10", "ff00::/8", "fd00:ec2::254/128", "fd20:ce::254/128",
+)))  # fmt: skip
+
 _WITH_PORTS = ("tcp", "udp")
-_LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9])?")
-_NAME_MAX = 253
+#: The letters of host names (RFC 1123), and the underscore that names of services begin with (RFC 8552).
+_LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?", re.ASCII)
+#: 255 bytes on the wire (RFC 1035).
+NAME_MAX = 253
+
+#: A policy in JSON, as ``normal`` takes it.
+SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        {"type": "string", "description": "none, all, or rules with commas between them"},
+        {"type": "array", "maxItems": RULES_MAX, "items": {"anyOf": [
+            {"type": "string", "examples": ["tcp:203.0.113.0/24:443", "udp:*:53", "host:*.example.org:443"]},
+            {"type": "object", "required": ["to"], "additionalProperties": False, "properties": {
+                "protocol": {"enum": list(PROTOCOLS)}, "to": {"type": "string"},
+                "ports": {"anyOf": [{"type": "integer"}, {"type": "string"}]},
+            }},
+        ]}},
+    ]
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -96,12 +124,26 @@ def parse_rule(text: str) -> Rule:
 def _named(text: str, at: int) -> Rule:
     name, colon, _ports_text = text[at:].partition(":")
     first, last = _ports(text, at + len(name) if colon else len(text))
-    labels = name.lower().removesuffix(".").removeprefix("*.").split(".")
-    if not all(_LABEL.fullmatch(label) for label in labels) or len(name) > _NAME_MAX:
+    wildcard = name.startswith("*.")
+    known = _in_dns(name[2:] if wildcard else name)
+    if not all(_LABEL.fullmatch(label) for label in known.split(".")) or len(known) > NAME_MAX:
         raise BadRule(at + 1, "must be a name like example.org or *.example.org")
-    if labels[-1].isdecimal():
+    if known.rpartition(".")[2].isdecimal():
         raise BadRule(at + 1, "must be a name, not an address: write it without 'host:'")
-    return Rule(_WITH_PORTS, (), name.lower().removesuffix("."), first, last)
+    return Rule(_WITH_PORTS, (), f"*.{known}" if wildcard else known, first, last)
+
+
+def _in_dns(name: str) -> str:
+    """The name as it travels in DNS: IDNA 2008 after the mapping of UTS 46, small letters, no dot at the end."""
+    if not name.isascii():
+        import idna  # its tables are large
+
+        try:
+            labels = idna.uts46_remap(name).split(".")
+            name = ".".join(label if label.isascii() else idna.alabel(label).decode() for label in labels)
+        except idna.IDNAError:
+            return ""
+    return name.lower().removesuffix(".")
 
 
 def _target(text: str, at: int) -> tuple[tuple[Network, ...], int]:

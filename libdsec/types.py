@@ -124,19 +124,8 @@ class State(StrEnum):
 Network = Annotated[
     Literal["none", "all"] | tuple[str, ...],
     BeforeValidator(network.normal),
-    WithJsonSchema({
-        "anyOf": [
-            {"type": "string", "description": "none, all, or rules with commas between them"},
-            {"type": "array", "maxItems": network.RULES_MAX, "items": {"anyOf": [
-                {"type": "string", "examples": ["tcp:203.0.113.0/24:443", "udp:*:53", "host:*.example.org:443"]},
-                {"type": "object", "required": ["to"], "additionalProperties": False, "properties": {
-                    "protocol": {"enum": list(network.PROTOCOLS)}, "to": {"type": "string"},
-                    "ports": {"anyOf": [{"type": "integer"}, {"type": "string"}]},
-                }},
-            ]}},
-        ]
-    }),
-]  # fmt: skip
+    WithJsonSchema(network.SCHEMA),
+]
 
 
 class Limits(Model):
@@ -300,6 +289,13 @@ class NetworkDenial(OpenModel):
     reason: str = Field(description="policy, host-address, spoofed-source, protocol, fragment, header or frame")
 
 
+class NameDenial(OpenModel):
+    """A name that could not be resolved for want of a rule, or led only where none allows."""
+
+    at: datetime
+    name: str
+
+
 class NetworkState(OpenModel):
     """What a sandbox may reach, and what came of its tries since its start. All figures are the host's own."""
 
@@ -314,6 +310,12 @@ class NetworkState(OpenModel):
     denied: int = Field(0, description="packets it sent, and connections it tried, that were refused")
     denied_inbound: int = Field(0, description="packets to it that were refused")
     recent: tuple[NetworkDenial, ...] = Field((), description="the last refusals of what it sent, newest first")
+    dns: str = Field("", description="the server that resolves names for it; none when its policy allows no name")
+    opened_addresses: int = Field(0, description="that names have opened")
+    denied_names: int = Field(0, description="queries for names that its policy does not allow")
+    denied_answers: int = Field(0, description="answers that led to special addresses that its policy does not name")
+    dropped_queries: int = Field(0, description="above its rate, not to be read, or from a source that is not its own")
+    recent_names: tuple[NameDenial, ...] = Field((), description="the last names refused, newest first")
 
 
 class StopRequest(Model):

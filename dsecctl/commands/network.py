@@ -37,6 +37,10 @@ def net(app: App, *, sandbox: str) -> None:
         if state.recent:
             click.echo()
             output.table(("REFUSED", "TO", "PORT", "PROTOCOL", "REASON"), [_refusal(denial) for denial in state.recent])
+        if state.recent_names:
+            click.echo()
+            rows = [(f"{output.ago(denial.at)} ago", denial.name) for denial in state.recent_names]
+            output.table(("REFUSED", "NAME"), rows)
 
 
 def _rows(state: t.NetworkState) -> list[tuple[str, str]]:
@@ -49,6 +53,11 @@ def _rows(state: t.NetworkState) -> list[tuple[str, str]]:
             ("received", f"{state.received_packets} packets, {output.size(state.received_bytes)}"),
             ("refused", f"{state.denied} from it, {state.denied_inbound} to it"),
         ]
+    if state.dns:
+        refused = f"{state.denied_names} names, {state.denied_answers} answers, {state.dropped_queries} queries dropped"
+        rows += [
+            ("DNS", state.dns), ("opened by names", f"{state.opened_addresses} addresses"), ("names refused", refused)
+        ]  # fmt: skip
     return rows
 
 

@@ -12,11 +12,12 @@ import errno
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from ipaddress import IPv4Network, IPv6Network
+from ipaddress import IPv4Address, IPv4Network, IPv6Network
 from pathlib import Path
 from typing import Literal, Protocol
 
 from dsecd.backends.agentlink.link import AgentError, AgentLink, LinkLost
+from dsecd.backends.name_service import NameService
 from dsecd.backends.plan import Step
 from dsecd.linux.feature import FeatureMissing as KernelFeatureMissing
 from dsecd.linux.pidfd import Process
@@ -36,6 +37,8 @@ class NetworkSite:
     uid_base: int  # of the box that has the first address
     flows_per_sandbox: int
     program: Path  # the compiled ebpf/egress.bpf.c
+    names: NameService
+    dns_server: IPv4Address  # where dsec-dns answers; an address of the host
 
 
 @dataclass(frozen=True)

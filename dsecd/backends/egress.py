@@ -24,6 +24,9 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
 from dsecd.backends.egress_policy import KEY_BYTES, POLICY_BYTES, VALUE_BYTES, Policy
+from dsecd.backends.openings import KEY_BYTES as OPENED_KEY_BYTES
+from dsecd.backends.openings import VALUE_BYTES as OPENED_VALUE_BYTES
+from dsecd.backends.openings import Openings
 from dsecd.linux import bpf
 
 _SANDBOX = struct.Struct("=15sB4s16s6s6sQ")
@@ -96,8 +99,10 @@ class Egress:
         self._place = pins / digest
         if not self._place.exists():
             self._load(program)
+        opened = self._map("opened", OPENED_KEY_BYTES, OPENED_VALUE_BYTES)
         for other in pins.iterdir():
             if other.is_dir() and other.name not in (digest, "links"):
+                _carry_over(other / "opened", opened)
                 shutil.rmtree(other)
         self.from_sandbox = bpf.get(self._place / "from_sandbox")
         self.to_sandbox = bpf.get(self._place / "to_sandbox")
@@ -105,6 +110,8 @@ class Egress:
         self._sandboxes = self._map("sandboxes", 4, _SANDBOX.size)
         self._counters = self._map("counters", 4, _COUNTER_BYTES)
         self._namespaces = self._map("namespaces", 8, 4)
+        self._opened = opened
+        self.openings = Openings(opened)
         self._lock = threading.Lock()
         self._holders: Counter[bytes] = Counter()  # by the policy's id
         self._keys: dict[bytes, list[bytes]] = {}  # of the policies that have holders
@@ -114,7 +121,7 @@ class Egress:
         """Let go of the descriptors; all stays in force."""
         for fd in (self.from_sandbox, self.to_sandbox):
             os.close(fd)
-        for item in (self._policies, self._sandboxes, self._counters, self._namespaces):
+        for item in (self._policies, self._sandboxes, self._counters, self._namespaces, self._opened):
             item.close()
 
     def _load(self, program: Path) -> None:
@@ -152,6 +159,7 @@ class Egress:
     def sweep(self, devices: Iterable[int]) -> None:
         """Forget sandboxes whose device has gone and policies that nobody has; count who has the others."""
         alive = set(devices)
+        self.openings.sweep_devices(alive)
         with self._lock:
             for key in list(self._sandboxes.keys()):
                 if struct.unpack("=I", key)[0] not in alive:
@@ -231,6 +239,7 @@ class Egress:
         data = self._sandboxes.get(key)
         self._sandboxes.delete(key)
         self._counters.delete(key)
+        self.openings.forget(struct.unpack("=I", key)[0])
         if data is not None:
             self._namespaces.delete(struct.pack("=Q", Entry.unpacked(data).cookie))
 
@@ -257,6 +266,19 @@ class Egress:
         del self._holders[policy_id]
         for key in self._keys.pop(policy_id, ()):
             self._policies.delete(key)
+
+
+def _carry_over(pinned: Path, opened: bpf.Map) -> None:
+    """What names have opened stays so under new programs, if these keep it in the same form."""
+    try:
+        old = bpf.Map(bpf.get(pinned), OPENED_KEY_BYTES, OPENED_VALUE_BYTES)
+    except FileNotFoundError:
+        return
+    if bpf.sizes(old.fd) == bpf.sizes(opened.fd):
+        for key in list(old.keys()):
+            if (value := old.get(key)) is not None:
+                opened.set(key, value)
+    old.close()
 
 
 def _u32(value: int) -> bytes:

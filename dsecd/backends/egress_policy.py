@@ -15,25 +15,13 @@ import hashlib
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from ipaddress import ip_network
 
-from libdsec.network import Network, Rule
+from libdsec.network import SPECIAL, Network, Rule
 
 #: ebpf/egress.h
 POLICY_BYTES, RANGES_MAX = 15, 16
 KEY_BYTES, VALUE_BYTES = 36, 4 + 6 * RANGES_MAX
 PROTOCOL_NUMBERS = {"tcp": 6, "udp": 17, "icmp": 1}
-
-#: Addresses that are somebody's own network or nobody's, opened only by a rule within them. The registries of special
-#: addresses at IANA, RFC 6890; and what clouds keep their metadata and control services at.
-SPECIAL: tuple[Network, ...] = tuple(map(ip_network, (
-    "0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12", "192.0.0.0/24",
-    "192.88.99.0/24", "192.168.0.0/16", "198.18.0.0/15", "224.0.0.0/4", "240.0.0.0/4",
-    "169.254.169.254/32", "169.254.170.2/32", "100.100.100.200/32", "168.63.129.16/32", "192.0.0.192/32",
-    "::/8", "64:ff9b::/96", "64:ff9b:1::/48", "100::/64", "2001::/32", "2002::/16", "fc00::/7", "fe80::/10",
-    "fec0::/10", "ff00::/8", "fd00:ec2::254/128", "fd20:ce::254/128",
-)))  # fmt: skip
-
 
 class TooManyRanges(ValueError):
     """More port ranges meet at one address than a program can go through."""

@@ -19,6 +19,7 @@ from dsecd.linux.fd import closing as closing
 _REMOVE_TIMEOUT_S = 3600.0
 # How deep and how large a tree may be that the daemon removes itself.
 _LEVELS, _ENTRIES = 24, 4000
+_INSIDE = syscalls.RESOLVE_IN_ROOT | syscalls.RESOLVE_NO_MAGICLINKS
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -69,19 +70,34 @@ def _empty(directory: int, levels: int, budget: Iterator[int]) -> None:
 
 
 def add_hosts_file(root: Path, hostname: str, uid: int) -> None:
-    """Write /etc/hosts into a mounted tree unless there is something of that name. Blocks.
+    """Write /etc/hosts into a mounted tree unless there is something of that name. Blocks."""
+    with contextlib.suppress(OSError), _etc(root) as etc, overlay.acting_as(uid):
+        _add(etc, "hosts", f"127.0.0.1\tlocalhost\n::1\tlocalhost\n127.0.1.1\t{hostname}\n")
 
-    The tree is hostile: /etc may be a symbolic link to anywhere, so it is resolved inside the tree. One that has no
-    directory /etc gets no file.
+
+def add_resolv_conf(root: Path, upper: Path, server: str, uid: int) -> None:
+    """Write /etc/resolv.conf into a mounted tree over what an image has there, which is of another machine. Blocks.
+
+    One that the sandbox itself has made or removed, and so is in its writable layer, stays as it is.
     """
-    content = f"127.0.0.1\tlocalhost\n::1\tlocalhost\n127.0.1.1\t{hostname}\n"
-    with opened(root, os.O_PATH | os.O_DIRECTORY) as tree, overlay.acting_as(uid):
-        try:
-            fd = syscalls.openat2(
-                tree, "etc/hosts", flags=os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW,
-                mode=0o644, resolve=syscalls.RESOLVE_IN_ROOT | syscalls.RESOLVE_NO_MAGICLINKS,
-            )
-        except OSError:
+    with contextlib.suppress(OSError):
+        with _etc(upper) as etc:
+            os.stat("resolv.conf", dir_fd=etc, follow_symlinks=False)
             return
-        with closing(fd):
-            os.write(fd, content.encode())
+    with contextlib.suppress(OSError), _etc(root) as etc, overlay.acting_as(uid):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink("resolv.conf", dir_fd=etc)
+        _add(etc, "resolv.conf", f"nameserver {server}\n")
+
+
+def _etc(root: Path) -> contextlib.AbstractContextManager[int]:
+    """The tree's /etc. The tree is hostile: that may be a link to anywhere, and is resolved inside. Raises OSError."""
+    with opened(root, os.O_PATH | os.O_DIRECTORY) as tree:
+        return closing(syscalls.openat2(tree, "etc", flags=_DIRECTORY_FLAGS & ~os.O_NOFOLLOW, resolve=_INSIDE))
+
+
+def _add(directory: int, name: str, content: str) -> None:
+    """Write a file that is not there yet. Raises OSError."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    with closing(os.open(name, flags, 0o644, dir_fd=directory)) as fd:
+        os.write(fd, content.encode())

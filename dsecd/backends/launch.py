@@ -96,6 +96,8 @@ class Launcher:
             mount.set_attrs(tree, attr_set=syscalls.MOUNT_ATTR_NODEV)
             mount.attach(tree, stage / "root")
         files.add_hosts_file(stage / "root", oci.hostname(box.id, box.spec), box.uid_base)
+        upper = stage / "disk" / "upper"
+        files.add_resolv_conf(stage / "root", upper, str(self._site.network.dns_server), box.uid_base)
         return stage / "root"
 
     def _run_crun(self, box: Box, root: Path, cgroup_path: Path, fds: dict[int, int]) -> None:

@@ -27,14 +27,16 @@ from ipaddress import IPv4Address, IPv6Address, ip_network
 from dsecd.backends import network_host
 from dsecd.backends.base import Box, Site
 from dsecd.backends.egress import Denied, Egress, Entry
-from dsecd.backends.egress_policy import POLICY_BYTES, SPECIAL, TooManyRanges, compiled
+from dsecd.backends.egress_policy import POLICY_BYTES, TooManyRanges, compiled
 from dsecd.backends.egress_policy import Policy as CompiledPolicy
 from dsecd.backends.files import closing
+from dsecd.backends.name_rules import name_rules, rule_for_dns
+from dsecd.backends.openings import OPENED_MAX
 from dsecd.linux import mechanisms, netlink, netns
 from dsecd.linux.netlink import Address, Netlink
 from libdsec import errors, network
 from libdsec.network import Policy
-from libdsec.types import NetworkDenial, NetworkState
+from libdsec.types import NameDenial, NetworkDenial, NetworkState
 
 #: Features without which there is none.
 NEEDED = ("bpf", "veth", "nftables")
@@ -88,15 +90,15 @@ class Network:
         return self._egress is not None or self._pins.exists()
 
     def check(self, policy: Policy) -> None:
-        """Raises InvalidSpec for a policy that is too large to be enforced, FeatureMissing for rules with names."""
-        if any(rule.name for rule in network.rules(policy)):
-            raise errors.FeatureMissing(
-                "spec.network: rules for names are not supported yet", hint="write addresses", feature="network-names"
-            )
+        """Raises InvalidSpec for a policy that is too large to be enforced."""
         try:
             self._compiled(policy)
         except TooManyRanges as error:
             raise errors.InvalidSpec(f"spec.network: {error}", hint="merge ranges of ports") from error
+        if (name := name_rules(policy).crowded()) is not None:
+            # TCP and UDP count apart.
+            what = f"more than {OPENED_MAX // 2} port ranges apply to 'host:{name}'"
+            raise errors.InvalidSpec(f"spec.network: {what}", hint="merge ranges of ports")
 
     def names(self) -> set[str]:
         """Ids of all boxes that have a device here."""
@@ -143,6 +145,7 @@ class Network:
                     cookie = inner.namespace_cookie()
                 egress.admit(lease.index, lease.entry(cookie), self._compiled(policy))
             egress.set_policy(lease.index, self._compiled(policy))
+            egress.openings.keep(lease.index, name_rules(policy).tags)
             _watch(host, egress, lease)
 
     def change(self, box: Box, pid: int, policy: Policy) -> None:
@@ -151,6 +154,7 @@ class Network:
             self.detach(box)
         elif (egress := self._prepared()).entry(self._lease(box).index) is not None:
             egress.set_policy(self._lease(box).index, self._compiled(policy))
+            egress.openings.keep(self._lease(box).index, name_rules(policy).tags)
         else:
             self.attach(box, pid, policy)
 
@@ -170,14 +174,20 @@ class Network:
         """What it may reach, and what came of its tries."""
         policy = box.spec.network
         lease = self._lease(box)
-        counts = None if policy == "none" else self._prepared().counts(lease.index)
-        if counts is None:
+        egress = None if policy == "none" else self._prepared()
+        counts = None if egress is None else egress.counts(lease.index)
+        if egress is None or counts is None:
             return NetworkState(id=box.id, policy=policy)
+        refused = self._site.network.names.counts(box.id)
         return NetworkState(
             id=box.id, policy=policy, addresses=tuple(map(str, lease.addresses)), device=lease.name,
             sent_packets=counts.out_packets, sent_bytes=counts.out_bytes, received_packets=counts.in_packets,
             received_bytes=counts.in_bytes, denied=counts.denied_out, denied_inbound=counts.denied_in,
             recent=tuple(map(_shown, counts.recent)),
+            dns=str(self._site.network.dns_server) if name_rules(policy) else "",
+            opened_addresses=egress.openings.count(lease.index), denied_names=refused.names,
+            denied_answers=refused.addresses, dropped_queries=refused.dropped,
+            recent_names=tuple(NameDenial(at=at, name=name) for at, name in refused.recent),
         )  # fmt: skip
 
     def namespace(self, box: Box, pid: int) -> int:
@@ -187,6 +197,19 @@ class Network:
             os.close(fd)
             raise ProcessLookupError(f"process {pid} is not of '{box.id}'")
         return fd
+
+    def judge_names_by(self, box: Box, policy: Policy) -> None:
+        """From now on names open nothing but by this policy. Does not block; for the event loop's thread."""
+        self._site.network.names.judge_by(box.id, name_rules(policy))
+
+    async def tell_names(self, box: Box, policy: Policy) -> None:
+        """Let dsec-dns know which names the box may resolve; it is attached, or has no policy."""
+        names = self._site.network.names
+        if policy == "none" or self._egress is None:
+            await names.forget(box.id)
+            return
+        lease = self._lease(box)
+        await names.put(box.id, lease.index, lease.addresses, name_rules(policy), self._egress.openings)
 
     # --- parts -------------------------------------------------------------------------------------------------------
 
@@ -200,6 +223,7 @@ class Network:
                 with Netlink() as host:
                     links = {link.index: link for link in host.links()}
                     defaults = [links[index].mtu for index in host.default_devices() if index in links]
+                    network_host.give_address(host, site.dns_server)
                 self._mtu = min(defaults, default=_MTU)
                 network_host.prepare(site.ipv4_pool, site.ipv6_pool, site.flows_per_sandbox)
                 egress = Egress(self._pins, site.program, self._site.cgroup_dir)
@@ -208,8 +232,8 @@ class Network:
             return self._egress
 
     def _compiled(self, policy: Policy) -> CompiledPolicy:
-        pools: tuple[network.Network, ...] = (self._site.network.ipv4_pool, self._site.network.ipv6_pool)
-        return _compiled(policy, pools)
+        site = self._site.network
+        return _compiled(policy, site.dns_server, (site.ipv4_pool, site.ipv6_pool))
 
     def _lease(self, box: Box) -> _Lease:
         site = self._site.network
@@ -244,9 +268,10 @@ def _shown(denied: Denied) -> NetworkDenial:
 
 
 @functools.lru_cache(maxsize=64)
-def _compiled(policy: Policy, pools: tuple[network.Network, ...]) -> CompiledPolicy:
+def _compiled(policy: Policy, dns_server: IPv4Address, pools: tuple[network.Network, ...]) -> CompiledPolicy:
     """Most sandboxes have one of few policies. The pools are special, too: sandboxes are nobody's public."""
-    return compiled(network.rules(policy), (*SPECIAL, *pools))
+    asking = (rule_for_dns(dns_server),) if name_rules(policy) else ()
+    return compiled((*network.rules(policy), *asking), (*network.SPECIAL, *pools))
 
 
 def _watch(host: Netlink, egress: Egress, lease: _Lease) -> None:

@@ -8,10 +8,11 @@ does not: the devices of single sandboxes (``network.py``), what they may reach 
 from __future__ import annotations
 
 import logging
-from ipaddress import IPv4Network, IPv6Network
+from ipaddress import IPv4Address, IPv4Network, IPv6Network
 from pathlib import Path
 
 from dsecd.linux import proc
+from dsecd.linux.netlink import Netlink
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +53,19 @@ def prepare(ipv4: IPv4Network, ipv6: IPv6Network, flows: int) -> None:
     proc.run_blocking(["nft", "-f", "-"], input=rules.encode(), timeout_s=_NFT_TIMEOUT_S)
 
 
-def remove() -> None:
-    """Undo ``prepare``, but for forwarding, which others may have come to need. Blocks."""
+def give_address(host: Netlink, address: IPv4Address) -> None:
+    """Let the address be one of the host's own, on loopback, where dsec-dns answers; it may be already. Blocks."""
+    loopback = host.link("lo")
+    if loopback is not None:
+        host.add_address(loopback.index, address, by_itself=False)
+
+
+def remove(address: IPv4Address) -> None:
+    """Undo all of it, but for forwarding, which others may have come to need. Blocks."""
+    with Netlink() as host:
+        loopback = host.link("lo")
+        if loopback is not None:
+            host.delete_address(loopback.index, address)
     commands = f"table inet {TABLE}\ndelete table inet {TABLE}\n"
     proc.run_blocking(["nft", "-f", "-"], input=commands.encode(), timeout_s=_NFT_TIMEOUT_S)
 

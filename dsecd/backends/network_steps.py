@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the network's step of a plan does and undoes, away from the event loop.
 
-What belongs here: which thread it is done on, and that it costs nothing where no sandbox has a network. What does not:
+What belongs here: which thread it is done on, that dsec-dns is told, that it costs nothing where no sandbox has a
+network. What does not:
 how it is done (``network.py``).
 """
 
@@ -44,10 +45,12 @@ class NetworkSteps:
                 await in_thread(
                     self._network.attach, box, self._pid(box), box.spec.network, executor=self._threads
                 )
+                await self._network.tell_names(box, box.spec.network)
 
     async def detach(self, box: Box) -> None:
         with translated(f"disconnect '{box.id}' from the network"):
             if self._network.in_use:
+                await self._network.tell_names(box, "none")
                 await in_thread(self._network.detach, box)
 
     async def settle(self, box: Box) -> None:
@@ -56,11 +59,19 @@ class NetworkSteps:
         with translated(f"take over the network of '{box.id}'"):
             if self._network.in_use or box.spec.network != "none":
                 await in_thread(self._network.settle, box, box.process.pid, executor=self._threads)
+                await self._network.tell_names(box, box.spec.network)
 
     async def change(self, box: Box, policy: Policy) -> None:
         assert box.process is not None
         with translated(f"change the network of '{box.id}'"):
-            await in_thread(self._network.change, box, box.process.pid, policy, executor=self._threads)
+            # Nothing more is opened by the old rules from here on; those of the new policy follow what it closes.
+            self._network.judge_names_by(box, policy)
+            try:
+                await in_thread(self._network.change, box, box.process.pid, policy, executor=self._threads)
+            except OSError:
+                self._network.judge_names_by(box, box.spec.network)
+                raise
+            await self._network.tell_names(box, policy)
 
     async def dial(self, box: Box, port: int) -> socket.socket:
         """A connection to a port on the loopback of a box that runs."""

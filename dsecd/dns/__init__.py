@@ -3,7 +3,7 @@
 
 Here: everything that runs in that process, and what it shares with the daemon: ``names`` (what a pattern
 means), ``addresses`` (what a name may never lead to unasked) and ``frames`` (the words between the two). Not
-here: opening addresses and knowing policies, which is the daemon's (``dsecd.core``).
+here: opening addresses and knowing policies, which is the daemon's (``dsecd.backends``).
 
 A query comes in by ``listeners``, is judged by ``proxy``, looked up by ``lookup`` and ``upstream``; the daemon
 is asked by ``link`` to open what came back; only then is it answered.

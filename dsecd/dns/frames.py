@@ -2,14 +2,15 @@
 """What dsecd and dsec-dns say to each other, and how it lies in the stream.
 
 Here: the messages, their limits, one frame in and out of bytes. Not here: who says what when (``link`` on this
-side, ``dsecd.core.dns`` on the daemon's).
+side, ``dsecd.backends.dns_link`` on the daemon's).
 
 A frame is four bytes of length, big end first, and that much JSON: one message, told apart by ``kind``. The
 daemon listens; each side begins with ``hello``. Another version on the other side ends the connection, and the
 DNS process, which is then started anew with the program that was installed meanwhile. After ``hello`` the
 daemon sends ``settings``, one ``policy`` for each sandbox that may resolve names, and ``synced``: what was not
-repeated by then is gone. Later changes follow as ``policy`` and ``forget``. The DNS process sends ``open`` and
-waits for ``opened`` with its number; ``denied`` it sends now and then.
+repeated by then is gone. Later changes follow as ``policy`` and ``forget``; a ``mark`` after them is answered
+``heard``. The DNS process sends ``open`` and waits for ``opened`` with its number; ``denied`` it sends now and
+then.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 #: Of the messages below: to be raised with every change that the other side has to know.
 VERSION = 1
-#: Room for the longest policy: 4,096 names of 255 characters and as many networks.
-FRAME_MAX = 2 << 20
-PATTERNS_MAX = 4096
+#: Room for the longest policy: 1,024 names of 255 characters and as many networks.
+FRAME_MAX = 1 << 20
+PATTERNS_MAX = 1024
 #: Of one name at a time; those beyond are left out of the answer.
 ADDRESSES_MAX = 32
 #: How many refused names are told with their number.
@@ -76,17 +77,18 @@ class Settings(_Message):
 class Policy(_Message):
     """One sandbox: where its queries come from and what may be answered.
 
-    ``patterns`` as ``names.pattern`` spells them. ``named`` are the special networks that its rules name.
-    ``opens``: an address may be told only after the daemon has opened it; without, everything is open anyway.
+    Names that ``patterns`` cover (spelled as in a policy) are told with addresses that the daemon has opened.
+    ``any_name``: all others are told as well, for what the sandbox may reach without. ``named`` are those of its
+    networks that lie in special ones: names may lead there, and open nothing.
     """
 
     kind: Literal["policy"] = "policy"
     sandbox: SandboxId
     device: Device
     sources: Annotated[tuple[Address, ...], Field(max_length=8)]
-    patterns: Annotated[tuple[Name, ...], Field(max_length=PATTERNS_MAX)]
+    patterns: Annotated[tuple[Name, ...], Field(max_length=PATTERNS_MAX)] = ()
+    any_name: bool = False
     named: Annotated[tuple[Network, ...], Field(max_length=PATTERNS_MAX)] = ()
-    opens: bool = True
 
 
 class Forget(_Message):
@@ -96,6 +98,20 @@ class Forget(_Message):
 
 class Synced(_Message):
     kind: Literal["synced"] = "synced"
+
+
+class Mark(_Message):
+    """To be answered when everything before it has been taken note of."""
+
+    kind: Literal["mark"] = "mark"
+    number: int
+
+
+class Heard(_Message):
+    """The answer to a mark."""
+
+    kind: Literal["heard"] = "heard"
+    number: int
 
 
 class Open(_Message):
@@ -128,8 +144,8 @@ class Denied(_Message):
     recent: Annotated[tuple[Name, ...], Field(max_length=RECENT_MAX)] = ()
 
 
-ToDns = Hello | Settings | Policy | Forget | Synced | Opened
-ToDaemon = Hello | Open | Denied
+ToDns = Hello | Settings | Policy | Forget | Synced | Mark | Opened
+ToDaemon = Hello | Heard | Open | Denied
 TO_DNS: TypeAdapter[ToDns] = TypeAdapter(Annotated[ToDns, Field(discriminator="kind")])
 TO_DAEMON: TypeAdapter[ToDaemon] = TypeAdapter(Annotated[ToDaemon, Field(discriminator="kind")])
 

@@ -131,6 +131,8 @@ class Link:
                 answer = self._waiting.get(message.number)
                 if answer is not None and not answer.done():
                     answer.set_result(frozenset(message.addresses))
+            case frames.Mark():
+                self._send(frames.Heard(number=message.number))
             case frames.Settings():
                 self._settings(message)
             case frames.Synced():

@@ -213,7 +213,9 @@ def _device_of(connection: socket.socket) -> int:
 def _send(sock: socket.socket, data: bytes, device: int, to: tuple[object, ...]) -> None:
     """Through that device, or not at all; an answer that cannot be sent is asked for again."""
     if sock.family == socket.AF_INET:
-        through = (socket.IPPROTO_IP, _IP_PKTINFO, _PKTINFO.pack(device, bytes(4), bytes(4)))
+        # Without an address in it, the kernel would choose another than the one that was asked: ip(7).
+        own = socket.inet_aton(sock.getsockname()[0])
+        through = (socket.IPPROTO_IP, _IP_PKTINFO, _PKTINFO.pack(device, own, bytes(4)))
     else:
         through = (socket.IPPROTO_IPV6, socket.IPV6_PKTINFO, _PKTINFO6.pack(bytes(16), device))
     try:

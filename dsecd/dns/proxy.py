@@ -9,11 +9,12 @@ Here: the order of the decisions. Not here: bytes (``wire``), sockets (``listene
 | by a device no policy is known of | REFUSED |
 | from a source address that is not the sandbox's, or above its rate | none |
 | a name outside the policy | NXDOMAIN, without asking anybody |
-| an allowed name, A or AAAA | its addresses, once the daemon has opened them |
-| … which leads to a special address that the policy does not name | without those; empty if there are no others |
+| a name that a rule covers, A or AAAA | its addresses, once the daemon has opened them |
+| any other, of a sandbox that may reach any public address | its addresses; nothing is opened |
+| … that lead to special addresses which no rule for addresses names | without those; empty if there are no others |
 | … and the daemon does not open them in time | SERVFAIL |
-| an allowed name, CNAME | what it is another name of |
-| an allowed name, any other type | empty: only addresses are of use, and HTTPS or SRV could lead around them |
+| CNAME | what it is another name of |
+| any other type | empty: only addresses are of use, and HTTPS or SRV could lead around them |
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from dns.rcode import Rcode
 from dns.rdatatype import RdataType
 
 from dsecd.dns import wire
-from dsecd.dns.addresses import Address, refused
+from dsecd.dns.addresses import Address, gaps, is_named
 from dsecd.dns.frames import Open
 from dsecd.dns.link import Link
 from dsecd.dns.lookup import Found, Lookup
@@ -85,7 +86,8 @@ class Proxy:
             usage.waiting -= 1
 
     async def _judge(self, sandbox: Sandbox, query: wire.Query, *, udp: bool) -> bytes:
-        if query.name is None or not sandbox.names.covers(query.name):
+        covered = query.name is not None and sandbox.names.covers(query.name)
+        if query.name is None or not (covered or sandbox.any_name):
             sandbox.usage.names += 1
             sandbox.usage.recent.append(query.name or query.qname.to_text()[:255])
             return wire.answer(query, Rcode.NXDOMAIN, why=_NOT_NAMED, udp=udp)
@@ -93,18 +95,17 @@ class Proxy:
             return wire.answer(query, Rcode.NOERROR, udp=udp)
         # Names in memory and in answers have small letters, however they were asked for.
         found = await self._lookup.find(query.qname.canonicalize(), query.kind)
-        if not found.addresses:
-            return wire.answer(query, found.rcode, _records(found, (), time.monotonic()), udp=udp)
-        allowed = tuple(a for a in found.addresses if refused(a, sandbox.named) is None)
-        if len(allowed) < len(found.addresses):
+        public = tuple(address for address in found.addresses if not gaps(address))
+        told = {address for address in found.addresses if gaps(address) and is_named(address, sandbox.named)}
+        if len(public) + len(told) < len(found.addresses):
             sandbox.usage.addresses += 1
             sandbox.usage.recent.append(query.name)
-        if not allowed:
-            return wire.answer(query, Rcode.NOERROR, why=_SPECIAL, udp=udp)
-        reachable = await self._opened(sandbox, query.name, allowed, found)
-        if not reachable:
+            if not public and not told:
+                return wire.answer(query, Rcode.NOERROR, why=_SPECIAL, udp=udp)
+        told.update(await self._opened(sandbox, query.name, public, found) if covered else public)
+        if found.addresses and not told:
             return wire.answer(query, Rcode.SERVFAIL, why=_NOT_OPENED, udp=udp)
-        return wire.answer(query, Rcode.NOERROR, _records(found, reachable, time.monotonic()), udp=udp)
+        return wire.answer(query, found.rcode, _records(found, told, time.monotonic()), udp=udp)
 
     async def _opened(
         self, sandbox: Sandbox, name: str, addresses: tuple[Address, ...], found: Found
@@ -122,9 +123,9 @@ class Proxy:
         return tuple(address for address in addresses if address in opened or address not in closed)
 
 
-def _records(found: Found, addresses: tuple[Address, ...], now: float) -> Iterator[dns.rrset.RRset]:
+def _records(found: Found, told: set[Address], now: float) -> Iterator[dns.rrset.RRset]:
     ttl = found.ttl(now)
     for link in found.chain:
         yield dns.rrset.from_rdata_list(link.name, ttl, list(link))
-    if addresses:
-        yield dns.rrset.from_rdata_list(found.owner, ttl, [found.addresses[address] for address in addresses])
+    if records := [record for address, record in found.addresses.items() if address in told]:
+        yield dns.rrset.from_rdata_list(found.owner, ttl, records)

@@ -67,15 +67,13 @@ class Sandbox:
         self.device = policy.device
         self.sources = frozenset(policy.sources)
         self.names = names
+        self.any_name = policy.any_name
         self.named = policy.named
-        self.opens = policy.opens
         self.usage = usage
         self._open_until: dict[Address, float] = {}
 
     def not_open(self, addresses: Iterable[Address], until: float) -> tuple[Address, ...]:
         """Those of the addresses that are not known to stay open until then."""
-        if not self.opens:
-            return ()
         return tuple(address for address in addresses if self._open_until.get(address, 0.0) < until)
 
     def opened(self, addresses: Iterable[Address], until: float, now: float) -> None:

@@ -98,6 +98,14 @@ def get(path: Path) -> int:
     return _check(_libbpf().bpf_obj_get(os.fsencode(path)), "open pinned object", path)
 
 
+def sizes(fd: int) -> tuple[int, int]:
+    """Bytes of a key and of a value of a map."""
+    info = (ctypes.c_uint32 * 4)()  # the beginning of struct bpf_map_info: type, id, key_size, value_size
+    length = ctypes.c_uint32(ctypes.sizeof(info))
+    _check(_libbpf().bpf_obj_get_info_by_fd(fd, info, ctypes.byref(length)), "look at a BPF map")
+    return info[2], info[3]
+
+
 def attach_cgroup(program: int, cgroup: Path, kind: int) -> int:
     """fd of a link from a program to a cgroup, and so to all below it; pin it, or it ends with its descriptor."""
     fd = os.open(cgroup, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -30,7 +30,7 @@ _EXT_ACK, _CAP_ACK, _STRICT = 11, 10, 12
 _EXT_ACK_MESSAGE = 1
 # include/uapi/linux/rtnetlink.h
 _NEWLINK, _DELLINK, _GETLINK, _SETLINK = 16, 17, 18, 19
-_NEWADDR, _NEWROUTE, _GETROUTE, _NEWNEIGH = 20, 24, 26, 28
+_NEWADDR, _DELADDR, _NEWROUTE, _GETROUTE, _NEWNEIGH = 20, 21, 24, 26, 28
 _NEWQDISC, _NEWTFILTER, _NEWLINKPROP = 36, 44, 108
 # include/uapi/linux/if_link.h
 _IFLA_ADDRESS, _IFLA_IFNAME, _IFLA_MTU, _IFLA_LINKINFO, _IFLA_NET_NS_FD = 1, 3, 4, 18, 28
@@ -43,7 +43,7 @@ _IFA_ADDRESS, _IFA_LOCAL, _IFA_FLAGS, _IFA_F_NODAD = 1, 2, 8, 0x2
 # include/uapi/linux/rtnetlink.h
 _RTA_DST, _RTA_OIF, _RTA_GATEWAY = 1, 4, 5
 _RT_TABLE_MAIN, _RTPROT_STATIC, _RTN_UNICAST = 254, 4, 1
-_SCOPE_UNIVERSE, _SCOPE_LINK = 0, 253
+_SCOPE_UNIVERSE, _SCOPE_LINK, _SCOPE_HOST = 0, 253, 254
 _RTNH_F_ONLINK = 4
 # include/uapi/linux/neighbour.h
 _NDA_DST, _NDA_LLADDR, _NUD_PERMANENT = 1, 2, 0x80
@@ -161,14 +161,29 @@ class Netlink:
 
     # --- addresses and routes ----------------------------------------------------------------------------------------
 
-    def add_address(self, index: int, address: Address) -> None:
-        """An address of its own network; usable at once, since nobody else could have it."""
-        body = struct.pack("=BBBBI", _family(address), address.max_prefixlen, 0, _SCOPE_UNIVERSE, index)
+    def add_address(self, index: int, address: Address, *, by_itself: bool = True) -> None:
+        """An address of its own network; usable at once, since nobody else could have it.
+
+        Not ``by_itself``: the host never chooses it as the source of what it sends, unless somebody is bound to it.
+        """
+        scope = _SCOPE_UNIVERSE if by_itself else _SCOPE_HOST
+        body = struct.pack("=BBBBI", _family(address), address.max_prefixlen, 0, scope, index)
         flags = _attr(_IFA_FLAGS, _u32(_IFA_F_NODAD)) if address.version == 6 else b""
         packed = address.packed
         self._change(
             _NEWADDR, _CREATE | _REPLACE, body, _attr(_IFA_LOCAL, packed), _attr(_IFA_ADDRESS, packed), flags
         )
+
+    def delete_address(self, index: int, address: Address) -> bool:
+        """Take it away; False when it is not there."""
+        body = struct.pack("=BBBBI", _family(address), address.max_prefixlen, 0, _SCOPE_UNIVERSE, index)
+        try:
+            self._change(_DELADDR, 0, body, _attr(_IFA_LOCAL, address.packed), _attr(_IFA_ADDRESS, address.packed))
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            return False
+        return True
 
     def add_neighbour(self, index: int, address: Address, mac: bytes) -> None:
         """What is at an address, for good: nobody is ever asked for it."""

@@ -8,19 +8,16 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from ipaddress import ip_address, ip_network
 from pathlib import Path
-from typing import Any, TypeVar
 
 import pytest
 from dns.rcode import Rcode
 
-from dsecd.core.dns import DnsLink
+from dsecd.backends.dns_link import DnsLink
 from dsecd.dns import frames
 from tests.support.dns import Box, DnsProcess, Server, addresses, ip, own_network
 
-T = TypeVar("T")
 LISTEN = ("10.255.0.1", "fd00:d5ec::1")
 
 
@@ -33,11 +30,14 @@ class Daemon:
         self.denied: list[frames.Denied] = []
         self.allow: Callable[[frames.Address], bool] = lambda _address: True
         settings = frames.Settings(listen=tuple(frames.Endpoint(address=ip_address(a)) for a in LISTEN))
-        self.link = DnsLink(settings, {0, 65534}, self._open, self.denied.append)
+        self.link = DnsLink(settings, {0, 65534})
 
-    async def _open(self, request: frames.Open) -> list[frames.Address]:
+    def open(self, request: frames.Open) -> list[frames.Address]:
         self.opened.append(request)
         return [address for address in request.addresses if self.allow(address)]
+
+    def refused(self, denied: frames.Denied) -> None:
+        self.denied.append(denied)
 
     def start(self) -> None:
         self.path.unlink(missing_ok=True)
@@ -64,19 +64,16 @@ class Daemon:
         self._loop.call_soon_threadsafe(self._task.cancel)
         self._thread.join()
 
-    def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """In the loop's thread."""
-        done: Future[T] = Future()
-        self._loop.call_soon_threadsafe(lambda: done.set_result(function(*arguments)))
-        return done.result(10)
-
-    def policy(self, box: Box, *patterns: str, named: tuple[str, ...] = (), opens: bool = True) -> None:
+    def policy(self, box: Box, *patterns: str, named: tuple[str, ...] = (), any_name: bool = False) -> None:
         policy = frames.Policy(
-            sandbox=box.name, device=box.device, patterns=patterns, opens=opens,
+            sandbox=box.name, device=box.device, patterns=patterns, any_name=any_name,
             sources=(ip_address(box.source), ip_address(box.source6)),
             named=tuple(ip_network(network) for network in named),
         )  # fmt: skip
-        self.call(self.link.put, policy)
+        asyncio.run_coroutine_threadsafe(self.link.put(policy, self), self._loop).result(10)
+
+    def forget(self, box: Box) -> None:
+        asyncio.run_coroutine_threadsafe(self.link.forget(box.name), self._loop).result(10)
 
 
 @pytest.fixture

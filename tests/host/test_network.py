@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from libdsec import Client
-from libdsec.errors import ConnectionFailed, DsecError, FeatureMissing, InvalidSpec, NotFound
+from libdsec.errors import ConnectionFailed, DsecError, InvalidSpec, NotFound
 from libdsec.types import ExecRequest, NetworkState, SandboxSpec
 from tests.support.daemon import Daemon
 from tests.support.netlab import FAR4, FAR6, HOST4, HOST6, METADATA4, NEAR4, NEAR6, PRIVATE4, PRIVATE6, Lab
@@ -306,6 +306,4 @@ def test_policies_that_cannot_be_enforced_are_refused_and_nothing_is_made(client
         client.create(SandboxSpec.model_construct(image=IMAGE, network=("tcp:*:1", "tcp:x", "udp:*:0")))
     with pytest.raises(InvalidSpec, match="17 separate port ranges"):
         make(client, *(f"tcp:{NEAR4}:{port}" for port in range(100, 134, 2)))
-    with pytest.raises(FeatureMissing, match="names"):
-        make(client, "host:example.org:443")
     assert client.list_all() == ()

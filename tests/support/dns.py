@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Self, TextIO, TypeVar
 
 import dns.flags
 import dns.message
@@ -187,6 +187,7 @@ class Server:
     zone: dict[tuple[str, str], list[str]] = field(default_factory=dict)
     asked: list[tuple[str, str, str]] = field(default_factory=list)  # name as it came, type, "udp" or "tcp"
     hook: Callable[[dns.message.Message, dns.message.Message, str], bytes | None] | None = None
+    log: TextIO | None = None
 
     def __enter__(self) -> Self:
         """Listens in the network of the thread that calls."""
@@ -233,6 +234,8 @@ class Server:
         question = query.question[0]
         name, kind = question.name.to_text(omit_final_dot=True), RdataType.to_text(question.rdtype)
         self.asked.append((name, kind, by))
+        if self.log is not None:
+            print(name.lower(), file=self.log)
         answer = dns.message.make_response(query)
         answer.flags |= dns.flags.RA
         lines = self.zone.get((name.lower(), kind))

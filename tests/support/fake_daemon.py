@@ -247,7 +247,8 @@ class _Sandboxes(_State):
         denial = t.NetworkDenial(at=NOW, address="203.0.113.9", port=25, protocol="tcp", reason="policy")
         return t.NetworkState(
             id=box.info.id, policy=box.info.spec.network, addresses=("198.18.0.1",), sent_packets=7, denied=1,
-            recent=(denial,),
+            recent=(denial,), dns="198.18.255.254", opened_addresses=2, denied_names=3,
+            recent_names=(t.NameDenial(at=NOW, name="exfil.example"),),
         )  # fmt: skip
 
     async def on_forward(self, request: web.Request) -> web.WebSocketResponse:

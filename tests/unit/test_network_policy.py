@@ -11,8 +11,19 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from dsecd.backends import egress_policy
-from dsecd.backends.egress_policy import SPECIAL, Range, TooManyRanges, compiled, prefixes
-from libdsec.network import ANYWHERE, PORT_MAX, PROTOCOLS, RULES_MAX, Network, Rule, normal, parse_rule, rules
+from dsecd.backends.egress_policy import Range, TooManyRanges, compiled, prefixes
+from libdsec.network import (
+    ANYWHERE,
+    PORT_MAX,
+    PROTOCOLS,
+    RULES_MAX,
+    SPECIAL,
+    Network,
+    Rule,
+    normal,
+    parse_rule,
+    rules,
+)
 from libdsec.types import SandboxSpec, UpdateRequest
 
 

@@ -36,12 +36,12 @@ MAY_IMPORT = {
     "dsecctl": ("libdsec",),
     "dsecd.linux": (),
     "dsecd.vmm": ("dsecd.linux",),
-    "dsecd.dns": ("dsecd.linux",),
-    "dsecd.backends": ("dsecd.vmm", "dsecd.linux", "libdsec.*"),
-    "dsecd.core": ("dsecd.backends", "dsecd.dns", "dsecd.linux", "libdsec.*"),
+    "dsecd.dns": ("dsecd.linux", "libdsec.*"),
+    "dsecd.backends": ("dsecd.dns", "dsecd.vmm", "dsecd.linux", "libdsec.*"),
+    "dsecd.core": ("dsecd.backends", "dsecd.linux", "libdsec.*"),
     "dsecd.api": ("dsecd.core", "libdsec.*"),
     # The start-up modules beside the layers put them together.
-    "dsecd": ("dsecd.api", "dsecd.core", "dsecd.backends", "dsecd.vmm", "dsecd.linux", "libdsec.*"),
+    "dsecd": ("dsecd.api", "dsecd.core", "dsecd.backends", "dsecd.dns", "dsecd.vmm", "dsecd.linux", "libdsec.*"),
 }
 #: The part of libdsec that the daemon may use: never its clients.
 CONTRACT = ("libdsec.types", "libdsec.errors", "libdsec.routes", "libdsec.network")
