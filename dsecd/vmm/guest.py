@@ -56,7 +56,7 @@ def find_kernel(configured: str) -> Path:
         return _OWN
     found = sorted(Path("/boot").glob(_DEBIAN), key=lambda path: _numbers(path.name))
     if not found:
-        raise KernelMissing(2, f"no kernel for guests: neither {_OWN} nor /boot/{_DEBIAN}")
+        raise KernelMissing(2, f"no kernel for guests: install dsec-guest-kernel ({_OWN}) or linux-image-cloud-amd64")
     return found[-1]
 
 
