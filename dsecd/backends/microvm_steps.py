@@ -26,8 +26,8 @@ from libdsec import errors
 from libdsec.types import Limits
 
 _CGROUP_PREFIX = "vm-"
-_GREET_S = 15.0
-_RECONNECT_S = 15.0
+_GREET_S = 60.0  # an emulated guest on a busy host is slow
+_RECONNECT_S = 60.0
 _KILL_TIMEOUT_S = 10.0
 _GONE_TIMEOUT_S = 1.0
 
