@@ -72,8 +72,14 @@ class DnsLink:
 
     async def serve(self, listening: socket.socket) -> None:
         """Until cancelled."""
-        async with await asyncio.start_unix_server(self._connected, sock=listening) as server:
-            await server.serve_forever()
+        server = await asyncio.start_unix_server(self._connected, sock=listening)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            # Not wait_closed: that would wait for dsec-dns, which stays.
+            server.close()
+            if self._writer is not None:
+                self._writer.transport.abort()
 
     async def _until_heard(self) -> None:
         if self._writer is None:

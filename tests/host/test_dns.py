@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import socket
 import threading
 import time
@@ -11,6 +12,8 @@ from collections.abc import Callable, Iterator
 from ipaddress import ip_address, ip_network
 from pathlib import Path
 
+import dns.flags
+import dns.message
 import pytest
 from dns.rcode import Rcode
 
@@ -131,3 +134,211 @@ def test_a_name_outside_the_policy_is_nxdomain_and_nobody_is_asked(daemon: Daemo
         assert server.asked == []
     wait(lambda: sum(denied.names for denied in daemon.denied) == 4, process)
     assert daemon.opened == []
+
+
+def test_only_addresses_are_told_and_other_types_are_empty(daemon: Daemon, process: DnsProcess) -> None:
+    del process
+    box = Box(1)
+    daemon.policy(box, "*.example.org")
+    zone = {
+        ("a.example.org", "A"): ["a.example.org. 60 IN CNAME b.example.net.", "b.example.net. 60 IN A 203.0.113.7"],
+        ("a.example.org", "TXT"): ['a.example.org. 60 IN TXT "secret"'],
+        ("a.example.org", "HTTPS"): ["a.example.org. 60 IN HTTPS 1 . ipv4hint=203.0.113.9"],
+    }
+    with Server(zone=zone) as server:
+        for kind in ("TXT", "HTTPS", "MX", "SRV", "ANY"):
+            answer = box.ask("a.example.org", kind)
+            assert (answer.rcode(), answer.answer) == (Rcode.NOERROR, []), kind
+        assert server.asked == []
+        assert box.ask("a.example.org", "AXFR", tcp=True).rcode() == Rcode.REFUSED
+        for tcp in (False, True):
+            answer = box.ask("A.Example.ORG.", tcp=tcp)
+            assert [str(rrset.name) for rrset in answer.answer] == ["A.Example.ORG.", "b.example.net."]
+            assert addresses(answer) == ["203.0.113.7"]
+        assert box.ask("example.org").rcode() == Rcode.NXDOMAIN
+        assert addresses(box.ask("a.example.org", family=socket.AF_INET6)) == ["203.0.113.7"]
+        assert addresses(box.ask("a.example.org", tcp=True, family=socket.AF_INET6)) == ["203.0.113.7"]
+        assert len(server.asked) == 1
+    assert len(daemon.opened) == 1
+
+
+def test_special_addresses_are_left_out_unless_named(daemon: Daemon, process: DnsProcess) -> None:
+    del process
+    one, two = Box(1), Box(2)
+    daemon.policy(one, "x.example.org", "y.example.org")
+    daemon.policy(two, "x.example.org", "y.example.org", named=("10.0.0.0/8", "169.254.0.0/16"))
+    special = ["10.0.0.7", "127.0.0.1", "169.254.169.254", "192.168.1.1"]
+    zone = {
+        ("x.example.org", "A"): [f"x.example.org. 60 IN A {a}" for a in (*special, "203.0.113.7")],
+        ("y.example.org", "AAAA"): [
+            f"y.example.org. 60 IN AAAA {a}" for a in ("::ffff:10.0.0.7", "fd00:ec2::254", "64:ff9b::a00:7")
+        ],
+    }
+    with Server(zone=zone):
+        assert addresses(one.ask("x.example.org")) == ["203.0.113.7"]
+        assert addresses(one.ask("y.example.org", "AAAA")) == []
+        # A network that is wider than the metadata address names all of it but that.
+        assert addresses(two.ask("x.example.org")) == ["10.0.0.7", "203.0.113.7"]
+    assert {str(address) for request in daemon.opened for address in request.addresses} == {"203.0.113.7"}
+
+
+def test_without_a_confirmed_opening_there_is_no_answer(daemon: Daemon, process: DnsProcess) -> None:
+    box = Box(1)
+    daemon.policy(box, "a.example.org", "b.example.org")
+    zone = {(f"{n}.example.org", "A"): [f"{n}.example.org. 60 IN A 203.0.113.{7 + ord(n)}"] for n in "ab"}
+    with Server(zone=zone):
+        daemon.allow = lambda _address: False
+        assert box.ask("a.example.org").rcode() == Rcode.SERVFAIL
+        daemon.allow = lambda _address: True
+        assert box.ask("a.example.org").rcode() == Rcode.NOERROR
+        daemon.stop()
+        try:
+            assert box.ask("a.example.org").rcode() == Rcode.NOERROR  # it is open already
+            began = time.monotonic()
+            assert box.ask("b.example.org").rcode() == Rcode.SERVFAIL
+            assert time.monotonic() - began < 4
+        finally:
+            daemon.start()
+        wait(lambda: box.ask("b.example.org").rcode() == Rcode.NOERROR, process)
+
+
+def test_who_asks_is_told_by_the_device_and_a_forged_source_gets_nothing(daemon: Daemon, process: DnsProcess) -> None:
+    one, two = Box(1), Box(2)
+    daemon.policy(one, "a.example.org")
+    with Server(zone={("a.example.org", "A"): ["a.example.org. 60 IN A 203.0.113.7"]}) as server:
+        assert two.ask("a.example.org").rcode() == Rcode.REFUSED
+        daemon.policy(two, "b.example.org")
+        # The second sandbox takes the address of the first: it comes in by another device.
+        two.ip("addr", "add", f"{one.source}/32", "dev", "eth0")
+        two.ip("route", "replace", two.server, "dev", "eth0", "src", one.source)
+        with pytest.raises(TimeoutError):
+            two.ask("a.example.org", timeout_s=1)
+        with pytest.raises(OSError):
+            two.ask("a.example.org", tcp=True, timeout_s=1)
+        # The first sandbox with an address that is not its own.
+        one.ip("addr", "add", "10.9.9.9/32", "dev", "eth0")
+        one.ip("route", "replace", one.server, "dev", "eth0", "src", "10.9.9.9")
+        ip("route", "add", "10.9.9.9/32", "dev", one.name)
+        with pytest.raises(TimeoutError):
+            one.ask("a.example.org", timeout_s=1)
+        assert server.asked == []
+    daemon.forget(one)
+    one.ip("route", "replace", one.server, "dev", "eth0", "src", one.source)
+    assert one.ask("a.example.org").rcode() == Rcode.REFUSED
+    assert process.process.poll() is None
+
+
+def test_forged_answers_are_not_taken_and_another_server_is_asked(daemon: Daemon, process: DnsProcess) -> None:
+    del process
+    daemon.path.with_name("resolv.conf").write_text("nameserver 127.0.0.52\nnameserver 127.0.0.53\n")
+    box = Box(1)
+    daemon.policy(box, "*.example.org")
+
+    def forge(_query: object, answer: dns.message.Message, _by: str) -> bytes:
+        name = answer.question[0].name
+        wire = bytearray(answer.to_wire())
+        if b"number" in name.labels[0].lower():
+            wire[0] ^= 0xFF
+        elif b"name" in name.labels[0].lower():
+            wire[13] ^= 0x01
+        return bytes(wire)
+
+    zone = {
+        (f"{n}.example.org", "A"): [f"{n}.example.org. 60 IN A 203.0.113.66"] for n in ("number", "name", "dead")
+    }
+    good = {key: [line[0].replace(".66", ".7")] for key, line in zone.items()}
+    with Server("127.0.0.52", zone=zone, hook=forge), Server(zone=good) as second:
+        assert addresses(box.ask("number.example.org")) == ["203.0.113.7"]
+        assert addresses(box.ask("name.example.org")) == ["203.0.113.7"]
+        assert any(name != name.lower() for name, _kind, _by in second.asked)  # random case
+        assert len(second.asked) == 2
+
+
+def test_a_long_answer_comes_truncated_and_whole_by_tcp(daemon: Daemon, process: DnsProcess) -> None:
+    del process
+    box = Box(1)
+    daemon.policy(box, "many.example.org")
+    lines = [f"many.example.org. 60 IN A 203.0.113.{n}" for n in range(1, 101)]
+    with Server(zone={("many.example.org", "A"): lines}) as server:
+        answer = box.ask("many.example.org", edns=None)
+        assert answer.flags & dns.flags.TC
+        assert len(addresses(box.ask("many.example.org", edns=None, tcp=True))) == frames.ADDRESSES_MAX
+        assert [by for _name, _kind, by in server.asked] == ["udp", "tcp"]
+
+
+def test_a_flood_of_one_sandbox_is_cut_and_does_not_keep_others_waiting(daemon: Daemon, process: DnsProcess) -> None:
+    one, two = Box(1), Box(2)
+    daemon.policy(one, "a.example.org")
+    daemon.policy(two, "a.example.org")
+    query = dns.message.make_query("x.exfil.example", "A").to_wire()
+    with Server(zone={("a.example.org", "A"): ["a.example.org. 60 IN A 203.0.113.7"]}):
+        with one.connect(socket.SOCK_DGRAM) as sock:
+            for _ in range(3000):
+                sock.send(query)
+        began = time.monotonic()
+        assert two.ask("a.example.org").rcode() == Rcode.NOERROR
+        assert time.monotonic() - began < 2
+    wait(lambda: sum(denied.dropped for denied in daemon.denied) > 1000, process)
+    assert sum(denied.names for denied in daemon.denied) < 500
+
+
+def test_no_bytes_of_a_sandbox_end_the_process(daemon: Daemon, process: DnsProcess) -> None:
+    box = Box(1)
+    daemon.policy(box, "a.example.org")
+    rng = random.Random(1)
+    whole = dns.message.make_query("a.example.org", "A", use_edns=0).to_wire()
+    with Server(zone={("a.example.org", "A"): ["a.example.org. 60 IN A 203.0.113.7"]}):
+        with box.connect(socket.SOCK_DGRAM) as sock:
+            for number in range(600):
+                data = bytearray(whole)
+                for _ in range(rng.randrange(1, 6)):
+                    data[rng.randrange(len(data))] = rng.randrange(256)
+                sock.send(rng.randbytes(rng.randrange(600)) if number % 3 == 0 else bytes(data[: rng.randrange(1, 60)]))
+                if number % 40 == 39:
+                    time.sleep(0.8)  # within its rate, so that all of it is read
+        for sent in (b"", b"\xff\xff" + bytes(65535), b"\x00\x05abc", b"\x00"):
+            with box.connect(socket.SOCK_STREAM) as stream:
+                stream.sendall(sent)
+        time.sleep(2)
+        assert box.ask("a.example.org").rcode() == Rcode.NOERROR
+    assert process.process.poll() is None
+    assert "Traceback" not in process.tail()
+
+
+def test_thousands_of_policies_are_taken_in_seconds_and_queries_stay_fast(
+    daemon: Daemon, process: DnsProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    box = Box(1)
+    count = 3200
+    source = (ip_address("10.77.0.1"),)
+    for number in range(count):
+        policy = frames.Policy(sandbox=f"sb{number}", device=100_000 + number, sources=source,
+                               patterns=tuple(f"n{number}-{n}.example.org" for n in range(20)))  # fmt: skip
+        daemon.link._known[policy.sandbox] = policy, daemon  # as if they had been there before dsec-dns came
+    daemon.policy(box, "a.example.org")
+    with Server(zone={("a.example.org", "A"): ["a.example.org. 3600 IN A 203.0.113.7"]}):
+        process.kill()
+        began = time.monotonic()
+        process.start()
+        wait(lambda: _answers(box), process, 30)
+        started_s = time.monotonic() - began
+        times = []
+        for _ in range(100):
+            began = time.monotonic()
+            assert box.ask("a.example.org").rcode() == Rcode.NOERROR
+            times.append(time.monotonic() - began)
+            time.sleep(0.01)
+    times.sort()
+    resident_kib = int(Path(f"/proc/{process.process.pid}/status").read_text().split("VmRSS:")[1].split()[0])
+    with capsys.disabled():
+        print(f"\n{count} policies of 20 names: first answer after {started_s:.2f} s, {resident_kib / 1024:.0f} MiB; "
+              f"100 queries p50 {times[50] * 1e3:.2f} ms, p99 {times[99] * 1e3:.2f} ms")  # fmt: skip
+    assert started_s < 15
+    assert times[50] < 0.05
+
+
+def _answers(box: Box) -> bool:
+    try:
+        return box.ask("a.example.org", timeout_s=1).rcode() == Rcode.NOERROR
+    except OSError:
+        return False

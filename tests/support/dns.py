@@ -137,7 +137,7 @@ class Box(Namespace):
         timeout_s: float = 6.0,
     ) -> dns.message.Message:  # fmt: skip
         """The answer to a query, by UDP or TCP.  Raises TimeoutError when there is none."""
-        query = dns.message.make_query(name, kind, use_edns=edns, payload=1232)
+        query = dns.message.make_query(name, kind, use_edns=edns, payload=None if edns is None else 1232)
         wire = self.exchange(query.to_wire(), tcp=tcp, family=family, timeout_s=timeout_s)
         answer = dns.message.from_wire(wire)
         assert query.is_response(answer) or not answer.question, (query, answer)
