@@ -127,7 +127,11 @@ class Box(Namespace):
         def make() -> socket.socket:
             sock = socket.socket(family, kind)
             sock.settimeout(timeout_s)
-            sock.connect((self.server if family == socket.AF_INET else self.server6, 53))
+            try:
+                sock.connect((self.server if family == socket.AF_INET else self.server6, 53))
+            except OSError:
+                sock.close()
+                raise
             return sock
 
         return self.run(make)
