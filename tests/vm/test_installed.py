@@ -21,7 +21,7 @@ _EXPOSURE = 72
 #: What this host lacks, with what has to be said of it: an option of its kernel, and what is only recommended.
 _LACKS = {
     "feature core-scheduling": "CONFIG_SCHED_CORE", "feature qemu": "qemu-system", "feature mkfs-ext4": "e2fsprogs",
-    "backend microvm": "qemu",
+    "feature firecracker": "firecracker", "backend microvm": "mkfs.ext4",
 }  # fmt: skip
 
 
