@@ -18,11 +18,8 @@ _SANDBOX, _PAUSED = "survivor", "sleeper"
 _COUNTER = "n=0; while :; do n=$((n + 1)); echo $n >>/root/rounds; sleep 1; done"
 #: As `systemd-analyze security` rates the running unit, in tenths: its file says why it is not less.
 _EXPOSURE = 72
-#: What this host lacks, with what has to be said of it: an option of its kernel, and what is only recommended.
-_LACKS = {
-    "feature core-scheduling": "CONFIG_SCHED_CORE", "feature qemu": "qemu-system", "feature mkfs-ext4": "e2fsprogs",
-    "feature firecracker": "firecracker", "backend microvm": "mkfs.ext4",
-}  # fmt: skip
+#: Some of what this host lacks, an option of its kernel and a program that is only recommended, with what has to be said.
+_LACKS = {"feature core-scheduling": "CONFIG_SCHED_CORE", "feature qemu": "apt install qemu-system-x86"}
 
 
 @dataclass
@@ -127,16 +124,16 @@ def test_the_host_report_is_true(installed: Installed) -> None:
     assert report["memory_bytes"] == total_kib * 1024
 
 
-def test_the_doctor_says_what_is_missing_and_nothing_else(installed: Installed) -> None:
+def test_the_doctor_says_what_is_missing_and_needs_nothing_of_it(installed: Installed) -> None:
     done = installed.vm.run(["dsecctl", "--json", "doctor"], check=False)
-    findings = json.loads(done.stdout)["findings"]
-    missing = {finding["check"]: f"{finding['detail']}; {finding['hint']}" for finding in findings if not finding["ok"]}
-    assert missing.keys() == _LACKS.keys()
+    findings = {finding["check"]: finding for finding in json.loads(done.stdout)["findings"]}
+    assert done.ok and len(findings) > 20
+    for check, finding in findings.items():
+        # Whatever the package promises works once it is installed.
+        assert finding["ok"] or not finding["needed"], finding
+        assert finding["ok"] or (finding["detail"] and (finding["hint"] or check.startswith("backend "))), finding
     for check, word in _LACKS.items():
-        assert word in missing[check]
-    assert len(findings) > 20
-    # Nothing of it is needed for what the package promises.
-    assert done.ok
+        assert not findings[check]["ok"] and word in findings[check]["detail"] + findings[check]["hint"]
 
 
 def test_its_exposure_is_what_is_published(installed: Installed) -> None:
