@@ -18,7 +18,7 @@ _SANDBOX, _PAUSED = "survivor", "sleeper"
 _COUNTER = "n=0; while :; do n=$((n + 1)); echo $n >>/root/rounds; sleep 1; done"
 #: As `systemd-analyze security` rates the running unit, in tenths: its file says why it is not less.
 _EXPOSURE = 72
-#: Some of what this host lacks, an option of its kernel and a program that is only recommended, with what has to be said.
+#: Some of what this host lacks, an option of its kernel and a program that is only recommended, and words said of it.
 _LACKS = {"feature core-scheduling": "CONFIG_SCHED_CORE", "feature qemu": "apt install qemu-system-x86"}
 
 
