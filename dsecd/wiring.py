@@ -29,6 +29,7 @@ from dsecd.core.execs import Execs
 from dsecd.core.expiry import Expiry
 from dsecd.core.faults import checkpoint as fault_checkpoint
 from dsecd.core.files import Files
+from dsecd.core.forks import Forks
 from dsecd.core.host import Host, Sources
 from dsecd.core.image_jobs import ImageJobs
 from dsecd.core.images.store import ImageStore
@@ -105,7 +106,8 @@ async def build_core(config: Config, place: Place, store: Store, events: Events,
         )
     )  # fmt: skip
     return Core(
-        sandboxes=sandboxes, execs=Execs(registry), files=Files(registry),
+        sandboxes=sandboxes, forks=Forks(registry, lifecycle, tasks, parallel=_parallel()), execs=Execs(registry),
+        files=Files(registry),
         images=ImageJobs(images, operations, events), events=events, operations=operations, host=host,
     )  # fmt: skip
 

@@ -93,6 +93,8 @@ ROUTES: tuple[Route, ...] = (
           response=t.Sandbox, query=(_ROOM,), timeout_s=120),
     Route("pause", "POST", "/v1/sandboxes/{id}/pause", Scope.SANDBOX, "Freeze its processes.", response=t.Sandbox),
     Route("resume", "POST", "/v1/sandboxes/{id}/resume", Scope.SANDBOX, "Thaw its processes.", response=t.Sandbox),
+    Route("fork", "POST", "/v1/sandboxes/{id}/fork", Scope.SANDBOX, "Copy it with what runs in it, or make no copy.",
+          t.ForkRequest, t.SandboxList, status=201, timeout_s=300),
     Route("wait", "GET", "/v1/sandboxes/{id}/wait", Scope.READ, "Wait until it is in one of the states.",
           response=t.Sandbox, query=(Query("state", "list", required=True, choices=_STATES), _WAIT), timeout_s=310),
     Route("forward", "WS", "/v1/sandboxes/{id}/forward", Scope.SANDBOX,

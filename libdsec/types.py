@@ -129,10 +129,7 @@ Network = Annotated[
 
 
 class Limits(Model):
-    """cgroup v2 limits; each is refused with ``feature-missing`` where the host lacks its controller.
-
-    Source: the kernel's Documentation/admin-guide/cgroup-v2.rst.
-    """
+    """Limits of cgroup v2 (admin-guide/cgroup-v2.rst); one that the host lacks is refused as ``feature-missing``."""
 
     memory_max_bytes: int | None = Field(None, ge=16 * MIB, le=1 << 46)
     memory_high_bytes: int | None = Field(None, ge=16 * MIB, le=1 << 46)
@@ -244,6 +241,13 @@ class Sandbox(OpenModel):
     apparmor_profile: str = Field("unconfined", description="what confines it, or did when it last ran")
 
 
+class ForkRequest(Model):
+    """Copy a running sandbox: its processes, memory and files; each copy goes on by itself."""
+
+    count: int = Field(1, ge=1, le=64, description="how many, when no ids are given")
+    ids: tuple[SandboxId, ...] = Field((), max_length=64, description="of the copies; made by the daemon when absent")
+
+
 class BatchItem(OpenModel):
     """Result of one item of a batch: exactly one of the two is set."""
 
@@ -257,12 +261,8 @@ class SandboxList(OpenModel):
 
 
 class SandboxUsage(OpenModel):
-    """What a sandbox that runs or is paused has used since its start, and uses now.
-
-    ``cpu_usage_us``, ``memory_current_bytes`` and ``pids_current`` are the host kernel's own count of everything in the
-    sandbox's cgroup, with the agent and all threads: they can be relied on, and are None where the host has no such
-    controller. All other figures are the agent's, so the sandbox's word: good for looking, not for deciding or billing.
-    """
+    """What a sandbox that runs or is paused has used since its start. ``cpu_usage_us``, ``memory_current_bytes`` and
+    ``pids_current`` are the host's own count, None where it has no such controller; all else is the sandbox's word."""
 
     id: str
     processes: int = Field(description="now, the agent among them; the sandbox's word")

@@ -24,6 +24,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "net": "network:net",
         "forward": "network:forward",
         "update": "sandboxes:update",
+        "fork": "sandboxes:fork",
         "pause": "sandboxes:pause",
         "resume": "sandboxes:resume",
         "stop": "sandboxes:stop",

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commands about sandboxes that exist: looking at them and moving them through their states.
 
-Here: ps, inspect, stats, update, pause, resume, stop, start, wait, rm. Not here: creating (``create.py``, ``run.py``).
+Here: ps, inspect, stats, update, fork, pause, resume, stop, start, wait, rm. Not here: creating (``create.py``,
+``run.py``).
 """
 
 from __future__ import annotations
@@ -136,6 +137,20 @@ def update(
         output.document(box)
     else:
         click.echo(box.id)
+
+
+@command("fork", example="dsecctl fork --count 8 web")
+@_one
+@click.argument("names", nargs=-1)
+@click.option("-n", "--count", type=click.IntRange(1, 64), default=1, help="How many, when no names are given.")
+def fork(app: App, *, sandbox: str, names: tuple[str, ...], count: int) -> None:
+    """Copy a running sandbox, with all that runs in it, and print the names of the copies."""
+    copies = app.client.fork(sandbox, count=count, ids=names).sandboxes
+    if app.json:
+        output.document([copy.model_dump(mode="json") for copy in copies])
+        return
+    for copy in copies:
+        click.echo(copy.id)
 
 
 @command("pause", example="dsecctl pause web")

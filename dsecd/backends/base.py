@@ -89,6 +89,7 @@ class Box:
     uid_base: int  # first host id of its range
     layers: tuple[Path, ...]  # mounted metadata images, top first
     profile: str = ""  # the AppArmor profile that confines it; none when empty
+    origin: Path | None = None  # what `saved` gave of the box that this one begins as a copy of
     process: Process | None = None  # its init, as the host sees it
     link: AgentLink | None = None
     on_link_lost: Callable[[LinkLost], None] = field(default=lambda _lost: None)
@@ -131,6 +132,11 @@ class Backend(Protocol):
 
     async def shut_down(self, box: Box, grace_s: float) -> None:
         """Ask it to end and wait; when it does not, kill it. Bounded: ``grace_s`` and a few seconds."""
+        ...
+
+    def saved(self, box: Box) -> contextlib.AbstractAsyncContextManager[Path]:
+        """What a box that runs is, in a directory that lasts as long as the block, for boxes whose ``origin`` it
+        becomes; the box goes on, and so do they after the block. Raises FeatureMissing where a kind cannot do that."""
         ...
 
     async def set_limits(self, box: Box, limits: Limits) -> None:

@@ -14,6 +14,7 @@ import functools
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from dsecd.backends import cookies, files
 from dsecd.backends.agentlink.link import AgentError, LinkLost
@@ -112,6 +113,12 @@ class ContainerBackend:
                 async with asyncio.timeout(grace_s + _LAST_WORDS_S):
                     await box.link.shutdown(int(grace_s * 1000))
                     await pidfd.wait_exit(fd, grace_s + _LAST_WORDS_S)
+
+    def saved(self, box: Box) -> contextlib.AbstractAsyncContextManager[Path]:
+        raise errors.FeatureMissing(
+            f"fork '{box.id}': a container cannot be copied while it runs", feature="container-fork",
+            hint="use backend microvm",
+        )  # fmt: skip
 
     async def set_limits(self, box: Box, limits: Limits) -> None:
         await self._steps.set_limits(box, limits)

@@ -9,6 +9,7 @@ monitor's cgroup, since only the host can hold a guest to them.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -42,6 +43,18 @@ def machine(
         memory_bytes=_memory(spec.limits, settings) // ALIGN_BYTES * ALIGN_BYTES,
         layers=(environment,), disk=disk,
     )  # fmt: skip
+
+
+def note(machine: Machine, path: Path) -> None:
+    """Write down what a copy of the machine must have like it. Blocks."""
+    sizes = {"cmdline": machine.cmdline, "vcpus": machine.vcpus, "memory_bytes": machine.memory_bytes}
+    path.write_text(json.dumps(sizes))
+
+
+def noted(path: Path, boot: Boot, *, environment: Path, disk: Path) -> Machine:
+    """The machine that ``note`` wrote down, over files of its own. Blocks."""
+    sizes = json.loads(path.read_text())
+    return Machine(kernel=boot.kernel, initramfs=boot.initramfs, layers=(environment,), disk=disk, **sizes)
 
 
 def command_line(sandbox_id: str, spec: SandboxSpec, settings: MachineSettings) -> str:

@@ -11,7 +11,8 @@ import asyncio
 import contextlib
 import functools
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
 
 from dsecd.backends import files, machines
 from dsecd.backends.agentlink.link import AgentError, AgentLink, LinkLost
@@ -82,15 +83,10 @@ class MicrovmBackend:
         await self._steps.reconnect(box)
 
     async def pause(self, box: Box) -> None:
-        await self._freeze(box, "pause", frozen=True)
+        await _freeze(box, "pause", frozen=True)
 
     async def resume(self, box: Box) -> None:
-        await self._freeze(box, "resume", frozen=False)
-
-    async def _freeze(self, box: Box, doing: str, *, frozen: bool) -> None:
-        with translated(f"{doing} '{box.id}'"):
-            async with asyncio.timeout(_FREEZE_S):
-                await _link(box, doing).machine.freeze(frozen=frozen)
+        await _freeze(box, "resume", frozen=False)
 
     def kill(self, box: Box) -> None:
         cgroup.kill(self._steps.cgroup(box))
@@ -106,6 +102,14 @@ class MicrovmBackend:
                     await box.link.machine.freeze(frozen=False)
                     await box.link.shutdown(int(grace_s * 1000))
                     await pidfd.wait_exit(fd, grace_s + _LAST_WORDS_S)
+
+    @contextlib.asynccontextmanager
+    async def saved(self, box: Box) -> AsyncIterator[Path]:
+        origin = await self._steps.save(box)
+        try:
+            yield origin
+        finally:
+            await self._steps.disks.discard(origin)
 
     async def set_limits(self, box: Box, limits: Limits) -> None:
         await self._steps.change_limits(box, limits)
@@ -136,6 +140,12 @@ class MicrovmBackend:
             return "oom"
         said = self._steps.last_words(box)
         return f"crash; last words: {said!r}" if "Kernel panic" in said else "crash"
+
+
+async def _freeze(box: Box, doing: str, *, frozen: bool) -> None:
+    with translated(f"{doing} '{box.id}'"):
+        async with asyncio.timeout(_FREEZE_S):
+            await _link(box, doing).machine.freeze(frozen=frozen)
 
 
 def _link(box: Box, doing: str) -> AgentLink:

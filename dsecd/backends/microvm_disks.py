@@ -7,6 +7,8 @@ what runs (``microvm_steps.py``), how disks and environments are made (``vmdisk.
 
 from __future__ import annotations
 
+import itertools
+import shutil
 from pathlib import Path
 
 from dsecd.backends import vmdisk
@@ -16,6 +18,8 @@ from dsecd.backends.plan import in_thread
 from dsecd.backends.trash import Trash
 from dsecd.linux import sparse
 
+#: What a machine is started with, beside its disk and its environment.
+BOOT_FILES = ("kernel", "initramfs", "machine")
 _TRASH_WAIT_S = 5.0
 
 
@@ -32,6 +36,11 @@ class MicrovmDisks:
             launch_ns=site.launch_ns, kept_bytes=self._settings.kept_environments_bytes,
         )  # fmt: skip
         self._trash = Trash(site.state_dir / "trash-vms")
+        # Copies are made while their origin is being written and used; what an earlier daemon left there is nobody's.
+        self._origins = site.state_dir / "origins"
+        shutil.rmtree(self._origins, ignore_errors=True)
+        self._origins.mkdir(mode=0o700)
+        self._numbers = itertools.count()
 
     def disk(self, box: Box) -> Path:
         return self.directory / box.id / "disk"
@@ -39,13 +48,20 @@ class MicrovmDisks:
     def environment(self, box: Box) -> Path:
         return self.directory / box.id / "environment"
 
+    def boot_file(self, box: Box, name: str) -> Path:
+        """What it was last started with: a copy of it has to be started with the same."""
+        return self.directory / box.id / name
+
     async def make(self, box: Box) -> None:
         with translated(f"create '{box.id}'"):
             await in_thread(self._make, box)
 
     def _make(self, box: Box) -> None:
         (self.directory / box.id).mkdir(mode=0o700)
-        vmdisk.make(self._templates, self.disk(box), self._settings.disk_bytes)
+        if box.origin is not None:
+            sparse.copy(box.origin / "disk", self.disk(box))
+        else:
+            vmdisk.make(self._templates, self.disk(box), self._settings.disk_bytes)
 
     async def trash(self, box: Box) -> None:
         with translated(f"remove the files of '{box.id}'"):
@@ -53,9 +69,24 @@ class MicrovmDisks:
 
     async def link_environment(self, box: Box) -> None:
         with translated(f"create '{box.id}'"):
+            if box.origin is not None:
+                self.environment(box).hardlink_to(box.origin / "environment")
+                return
             await self._environments.link(box.layers, self.environment(box))
             if not self._settings.share_layers:
                 await in_thread(_unshare, self.environment(box))
+
+    def begin_origin(self, box: Box) -> Path:
+        """A directory with copies of its files, for a box that stands still. Blocks."""
+        folder = self._origins / f"{box.id}-{next(self._numbers)}"
+        folder.mkdir(mode=0o700)
+        sparse.copy(self.disk(box), folder / "disk")
+        for path in (self.environment(box), *(self.boot_file(box, name) for name in BOOT_FILES)):
+            (folder / path.name).hardlink_to(path)
+        return folder
+
+    async def discard(self, origin: Path) -> None:
+        await self._trash.take(origin, _TRASH_WAIT_S)
 
 
 def _unshare(path: Path) -> None:

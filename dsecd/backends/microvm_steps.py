@@ -13,15 +13,16 @@ import os
 import shutil
 from pathlib import Path
 
-from dsecd.backends import machines
+from dsecd.backends import machines, oci
 from dsecd.backends.agentlink.link import connect_socket
 from dsecd.backends.base import Box, Site, translated
 from dsecd.backends.limits import DEFAULT_PIDS_MAX, LimitWriter
 from dsecd.backends.machine_host import MachineHost
-from dsecd.backends.microvm_disks import MicrovmDisks
+from dsecd.backends.microvm_disks import BOOT_FILES, MicrovmDisks
 from dsecd.backends.plan import in_thread
 from dsecd.linux import cgroup, mountns
-from dsecd.vmm.base import Place
+from dsecd.vmm.base import Machine, Place, Snapshot
+from dsecd.vmm.guest import Boot
 from libdsec import errors
 from libdsec.types import Limits
 
@@ -88,13 +89,47 @@ class MicrovmSteps:
 
     async def launch(self, box: Box) -> None:
         with translated(f"start '{box.id}'"):
-            boot = await in_thread(self.host.boot)
-            machine = machines.machine(
-                box.id, box.spec, self._settings, boot,
-                environment=self.disks.environment(box), disk=self.disks.disk(box),
-            )  # fmt: skip
+            machine = await in_thread(self._machine, box)
+            restore = None if box.origin is None else Snapshot(box.origin / "state", box.origin / "memory")
             async with self._launches:
-                await in_thread(self._driver.start, self.place(box), machine, executor=self._threads)
+                await in_thread(self._driver.start, self.place(box), machine, restore, executor=self._threads)
+
+    def _machine(self, box: Box) -> Machine:
+        """What it is started as, noted down beside its disk. Blocks. Runs in a thread."""
+        environment, disk = self.disks.environment(box), self.disks.disk(box)
+        kernel, initramfs, noted = (self.disks.boot_file(box, name) for name in BOOT_FILES)
+        if box.origin is not None:
+            for path in (kernel, initramfs, noted):
+                path.hardlink_to(box.origin / path.name)
+            return machines.noted(noted, Boot(kernel, initramfs), environment=environment, disk=disk)
+        boot = self.host.boot()
+        machine = machines.machine(box.id, box.spec, self._settings, boot, environment=environment, disk=disk)
+        for path in (kernel, initramfs, noted):
+            path.unlink(missing_ok=True)
+        kernel.hardlink_to(boot.kernel)
+        initramfs.hardlink_to(boot.initramfs)
+        machines.note(machine, noted)
+        return machine
+
+    async def save(self, box: Box) -> Path:
+        place = self.place(box)
+        if box.link is None:
+            raise errors.SandboxLost(f"fork '{box.id}': its agent does not answer", retryable=True)
+        with translated(f"fork '{box.id}'"):
+            # Commands stand still first, so that a copy is told who it is before any of them goes on.
+            await box.link.machine.freeze(frozen=True)
+            try:
+                await self._driver.pause(place)
+                origin = await in_thread(self.disks.begin_origin, box)
+                try:
+                    await self._driver.save(place, Snapshot(origin / "state", origin / "memory"))
+                except BaseException:
+                    await self.disks.discard(origin)
+                    raise
+            finally:
+                await self._driver.resume(place)
+                await box.link.machine.freeze(frozen=False)
+        return origin
 
     async def end(self, box: Box) -> None:
         """Kill the monitor, wherever its start got to."""
@@ -135,10 +170,15 @@ class MicrovmSteps:
 
     async def _connect(self, box: Box, timeout_s: float) -> None:
         with translated(f"connect to the agent of '{box.id}'"):
+            if box.origin is not None:
+                await self._driver.resume(self.place(box))
             sock = await self._driver.dial(self.place(box), timeout_s)
             box.link = await connect_socket(
                 sock, generation=self._site.generation, timeout_s=_GREET_S, on_lost=box.on_link_lost
             )
+            if box.origin is not None:
+                await box.link.machine.renew(oci.hostname(box.id, box.spec))
+                await box.link.machine.freeze(frozen=False)
 
     async def apply_limits(self, box: Box) -> None:
         with translated(f"limit '{box.id}'"):

@@ -77,7 +77,8 @@ class Lifecycle:
                 await self._mount_layers(live)
                 steps = (*live.backend.disk_steps(box), *live.backend.run_steps(box))
                 await perform("create", steps, self._checkpoint)
-                await self._run(live)
+                copied, box.origin = box.origin is not None, None
+                await self._run(live, copied=copied)
             except BaseException as error:
                 # Also for a cancelled task: half a sandbox is nobody's. What is left of it is tried again later.
                 record.reason = str(error)
@@ -216,10 +217,10 @@ class Lifecycle:
         with translated(f"mount the layers of '{live.id}'"):
             live.box.layers = tuple([await self._images.mount_layer(digest) for digest in live.record.layers])
 
-    async def _run(self, live: Live) -> None:
-        """The backend's steps are done: start the main command, record that it runs."""
+    async def _run(self, live: Live, *, copied: bool = False) -> None:
+        """The backend's steps are done: start the main command, which a copy has already, record that it runs."""
         record = live.record
-        if record.spec.command is not None:
+        if record.spec.command is not None and not copied:
             await _start_main(live)
         record.process, record.boot_id, record.started_at = live.box.process, self._boot_id, time.time()
         record.intent, record.reason, record.profile = "", None, live.box.profile

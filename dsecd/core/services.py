@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from dsecd.core.events import Events
 from dsecd.core.execs import Execs
 from dsecd.core.files import Files
+from dsecd.core.forks import Forks
 from dsecd.core.host import Host
 from dsecd.core.image_jobs import ImageJobs
 from dsecd.core.operations import Operations
@@ -22,6 +23,7 @@ class Core:
     """What the API calls."""
 
     sandboxes: Sandboxes
+    forks: Forks
     execs: Execs
     files: Files
     images: ImageJobs

@@ -196,6 +196,11 @@ class AsyncSandboxCalls(AsyncTransport):
         data = await self.request("start", query={"wait_s": wait_s}, id=id)
         return c.parse(t.Sandbox, data, "start")
 
+    async def fork(self, id: str, *, count: int = 1, ids: Sequence[str] = ()) -> t.SandboxList:
+        """Copy a running sandbox with all that runs in it, or make no copy: see ``AsyncSandbox.fork``."""
+        request = c.build(t.ForkRequest, "", count=count, ids=tuple(ids))
+        return c.parse(t.SandboxList, await self.request("fork", body=request, id=id), "fork")
+
     async def pause(self, id: str) -> t.Sandbox:
         """Freeze its processes."""
         return c.parse(t.Sandbox, await self.request("pause", id=id), "pause")

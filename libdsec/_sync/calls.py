@@ -197,6 +197,11 @@ class SandboxCalls(Transport):
         data = self.request("start", query={"wait_s": wait_s}, id=id)
         return c.parse(t.Sandbox, data, "start")
 
+    def fork(self, id: str, *, count: int = 1, ids: Sequence[str] = ()) -> t.SandboxList:
+        """Copy a running sandbox with all that runs in it, or make no copy: see ``Sandbox.fork``."""
+        request = c.build(t.ForkRequest, "", count=count, ids=tuple(ids))
+        return c.parse(t.SandboxList, self.request("fork", body=request, id=id), "fork")
+
     def pause(self, id: str) -> t.Sandbox:
         """Freeze its processes."""
         return c.parse(t.Sandbox, self.request("pause", id=id), "pause")

@@ -219,6 +219,15 @@ class Sandbox(Life, Files):
         self._connect(client)
         return self
 
+    def fork(self, count: int = 1, *, ids: Sequence[str] = ()) -> list[Self]:
+        """Copies of it as it runs, which go on by themselves: handles to them, whose ``delete`` is the caller's.
+
+        Each has random numbers, clock, host name and machine id of its own before a process of it goes on; connections
+        and what processes remember are as they were. Raises what kept a copy from being made; then there is none.
+        """
+        made = (self.client.fork(self.id, count=count, ids=ids)).sandboxes
+        return [type(self).get(one.id, client=self.client) for one in made]
+
     def create(self) -> Self:
         """Create it, unless it is. Raises InvalidSpec, NotFound (image), NoCapacity, FeatureMissing, BackendFailed."""
         if self._info is not None or self._spec is None:

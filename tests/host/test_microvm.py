@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from libdsec import Client
-from libdsec.errors import DsecError, FeatureMissing, InvalidSpec
+from libdsec.errors import AlreadyExists, DsecError, FeatureMissing, InvalidSpec, WrongState
 from libdsec.types import ExecRequest, Limits, SandboxSpec, State
 from tests.support import machines
 from tests.support.daemon import Daemon
@@ -154,6 +154,43 @@ def test_stop_keeps_files_and_a_death_is_told_and_keeps_them_too(daemon: Daemon,
     assert until_failed(client, "mortal") == "crash"
     assert not (daemon.cgroup_dir / "vm-mortal").exists()
     client.delete("mortal")
+
+
+def test_forks_go_on_by_themselves_and_are_machines_of_their_own(daemon: Daemon, client: Client) -> None:
+    client.create(spec(), id="parent")
+    counting = "i=0; while :; do i=$((i+1)); echo $i > /tmp/count; sleep 0.05; done"
+    client.exec_start("parent", ExecRequest(argv=("sh", "-c", counting), exec_id="count"))
+    sh(client, "parent", "echo kept > /root/file; until [ -s /tmp/count ]; do sleep 0.05; done")
+    with pytest.raises(AlreadyExists):
+        client.fork("parent", ids=("kid-1", "parent"))
+    assert "kid-1" not in {one.id for one in client.list_all()}
+    copies = client.fork("parent", ids=("kid-1", "kid-2")).sandboxes
+    assert [one.state for one in copies] == ["running", "running"]
+    random = "head -c 16 /dev/urandom | od -An -tx1"
+    names = ("parent", "kid-1", "kid-2")
+    assert len({sh(client, name, random) for name in names}) == 3
+    assert [sh(client, name, "uname -n").strip() for name in names] == list(names)
+    for name in names:
+        assert client.exec_inspect(name, "count").running
+        first = int(sh(client, name, "cat /tmp/count"))
+        time.sleep(0.5)
+        assert int(sh(client, name, "cat /tmp/count")) > first
+        sh(client, name, f"cat /root/file; echo {name} > /root/mine; sync")
+    # A copy of a copy; and a copy outlives its origin.
+    client.delete("parent")
+    client.fork("kid-1", ids=("grandkid",))
+    assert sh(client, "grandkid", "uname -n; cat /root/mine").split() == ["grandkid", "kid-1"]
+    assert sh(client, "kid-2", "cat /root/mine") == "kid-2\n"
+    # Stopped and started, a copy boots as any other does.
+    client.stop("kid-2", grace_s=1)
+    client.start("kid-2")
+    assert sh(client, "kid-2", "uname -n; cat /root/mine").split() == ["kid-2", "kid-2"]
+    with pytest.raises(WrongState):
+        client.stop("kid-1", grace_s=0)
+        client.fork("kid-1")
+    for name in ("kid-1", "kid-2", "grandkid"):
+        client.delete(name)
+    assert list((daemon.state_dir / "origins").iterdir()) == []
 
 
 def resident_kib(daemon: Daemon, sandbox_id: str) -> int:

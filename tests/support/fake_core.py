@@ -89,6 +89,9 @@ class FakeSandboxes:
     async def stop(self, principal: Principal, sandbox_id: str, request: t.StopRequest) -> t.Sandbox:
         return await self._answer("stop", principal, sandbox_id, request)
 
+    async def fork(self, principal: Principal, sandbox_id: str, request: t.ForkRequest) -> t.SandboxList:
+        return t.SandboxList(sandboxes=(await self._answer("fork", principal, sandbox_id, request),))
+
     async def pause(self, principal: Principal, sandbox_id: str) -> t.Sandbox:
         return await self._answer("pause", principal, sandbox_id)
 
@@ -267,6 +270,7 @@ async def serving(
     sandboxes, execs, files = FakeSandboxes(), FakeExecs(), FakeFiles()
     fakes = {
         "sandboxes": sandboxes,
+        "forks": sandboxes,
         "execs": execs,
         "files": files,
         "images": FakeImages(),

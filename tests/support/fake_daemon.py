@@ -275,6 +275,10 @@ class _Sandboxes(_State):
     async def on_start(self, request: web.Request) -> t.Sandbox:
         return self._move(request, t.State.RUNNING, t.State.STOPPED)
 
+    async def on_fork(self, request: web.Request) -> t.SandboxList:
+        copy = self._box(request).info.model_copy(update={"id": "copy"})
+        return t.SandboxList(sandboxes=(copy,))
+
     async def on_pause(self, request: web.Request) -> t.Sandbox:
         return self._move(request, t.State.PAUSED, t.State.RUNNING)
 

@@ -96,7 +96,7 @@ def test_every_command_has_help_with_an_example_that_parses() -> None:
 def test_everything_asked_for_exists() -> None:
     wanted = (
         "run create exec ps inspect stats cp logs stop start rm pause resume wait update events host doctor api ops "
-        "attach image completion kill execs net forward"
+        "attach image completion kill execs net forward fork"
     )
     assert set(COMMANDS) == set(wanted.split())
     image = cli.get_command(click.Context(cli), "image")
@@ -127,6 +127,7 @@ JSON_CALLS: dict[str, tuple[str, ...]] = {
     "forward": (),  # goes on until it is interrupted
     "stats": ("stats", "web"),
     "update": ("update", "web", "--label", "a=b"),
+    "fork": ("fork", "--count", "2", "web"),
     "pause": ("pause", "web"),
     "resume": ("resume", "web"),
     "stop": ("stop", "web"),

@@ -82,6 +82,10 @@ async def start(call: Call) -> BaseModel:
     return await call.core.sandboxes.start(call.principal, call.id, wait_s)
 
 
+async def fork(call: Call) -> BaseModel:
+    return await call.core.forks.fork(call.principal, call.id, call.json(t.ForkRequest))
+
+
 async def pause(call: Call) -> BaseModel:
     return await call.core.sandboxes.pause(call.principal, call.id)
 
@@ -103,7 +107,8 @@ HANDLERS: Mapping[str, Handler] = {
     **{
         handler.__name__: handler
         for handler in (
-            create, create_batch, inspect, usage, network, forward, update, delete, stop, start, pause, resume, wait,
+            create, create_batch, inspect, usage, network, forward, update, delete, stop, start, pause, resume,
+            fork, wait,
         )
     },
 }
