@@ -24,8 +24,8 @@ _BOOKKEEPING = (
     "etc/.pwd.lock", "etc/ld.so.cache", "var/cache/apt/", "var/cache/debconf/", "var/cache/ldconfig/", "var/lib/apt/",
     "var/lib/dpkg/", "var/log/", "debs/",
 )  # fmt: skip
-#: Groups stay, as Debian's policy wants: files elsewhere may belong to them.
-_ACCOUNTS = ("etc/group", "etc/group-", "etc/gshadow", "etc/gshadow-")
+#: Accounts stay, as Debian's policy wants: files elsewhere may belong to them.
+_ACCOUNTS = tuple(f"etc/{name}{end}" for name in ("group", "gshadow", "passwd", "shadow") for end in ("", "-"))
 #: How ./dev reaches the archive.
 _APT_SETTINGS = [f"--aptopt={path}" for path in Path("/etc/apt/apt.conf.d").glob("90host")]
 

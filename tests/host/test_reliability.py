@@ -289,7 +289,7 @@ def test_too_few_descriptors_are_told_and_end_no_sandbox(daemon: Daemon, client:
     for number in range(4):
         client.create(spec(), id=f"f{number}")
     in_use = len(os.listdir(f"/proc/{daemon.pid}/fd"))
-    subprocess.run(["prlimit", f"--pid={daemon.pid}", f"--nofile={in_use + 6}:"], check=True)
+    subprocess.run(["prlimit", f"--pid={daemon.pid}", f"--nofile={in_use + 2}:"], check=True)
     with pytest.raises(NoCapacity, match="Too many open files"):
         client.create(spec(), id="toomuch")
     assert sh(client, "f0", "echo alive") == "alive\n"
