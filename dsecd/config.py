@@ -162,6 +162,40 @@ class Microvm(_Section):
         return value
 
 
+class Memory(_Section):
+    """Reclaiming memory that sandboxes do not touch: it is compressed in zram, or written to another swap area."""
+
+    reclaim: Literal["auto", "damon", "memory.reclaim", "off"] = Field(
+        "auto", description="how: auto takes DAMON where nobody else uses it, else memory.reclaim"
+    )
+    age_s: float = Field(60.0, ge=1, le=86_400, description="untouched for so long is cold; without work, idle")
+    sweep_s: float = Field(5.0, ge=0.5, le=3600, description="between looks at (some of) the sandboxes")
+    min_bytes: int = Field(16 << 20, ge=0, le=1 << 50, description="sandboxes that use less are left alone")
+    quota_bytes_per_s: int = Field(64 << 20, ge=1 << 20, le=1 << 40, description="reclaimed by each kdamond")
+    kdamonds: int = Field(8, ge=1, le=64, description="sandboxes looked at by DAMON at a time, a thread each")
+    start_below_permil: int = Field(
+        700, ge=1, le=1001, description="only while less of the host's memory is available; 1001 is always"
+    )
+    stop_below_permil: int = Field(
+        20, ge=0, le=1000, description="when less is available, reclaiming is left to the kernel"
+    )
+    pressure_max_percent: float = Field(
+        10.0, gt=0, le=100, description="pause while tasks lose more time than this waiting for memory (PSI, avg10)"
+    )
+    zram_bytes: int = Field(
+        0, ge=0, le=1 << 50, description="size of the swap of dsec-zram.service, before compression; 0 is none"
+    )
+
+    @model_validator(mode="after")
+    def _marks_are_ordered(self) -> Memory:
+        if self.stop_below_permil >= self.start_below_permil:
+            raise ValueError(
+                f"stop_below_permil: must be less than start_below_permil ({self.start_below_permil}), "
+                f"got {self.stop_below_permil}"
+            )
+        return self
+
+
 class Config(_Section):
     """All settings. Paths are absolute; nothing here is created or checked on disk."""
 
@@ -194,6 +228,7 @@ class Config(_Section):
     admission: Admission = Admission()
     network: NetworkPools = NetworkPools()
     microvm: Microvm = Microvm()
+    memory: Memory = Memory()
 
     @field_validator("socket_mode", mode="before")
     @classmethod

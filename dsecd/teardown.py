@@ -16,9 +16,10 @@ from collections.abc import Iterator, Sequence
 from ipaddress import IPv4Address
 from pathlib import Path
 
-from dsecd import lock
+from dsecd import lock, zram
 from dsecd.backends import network_host, policy
 from dsecd.config import Config, ConfigError, load
+from dsecd.core import turns
 from dsecd.linux import apparmor, cgroup, mount, mountns, proc
 from libdsec.errors import DsecError
 
@@ -66,6 +67,7 @@ def tear_down(config: Config) -> list[str]:
         for directory, removable in _cgroups(config.cgroup_root):
             faults += _end(directory, removable)
         faults += _rules(runtime, config.network.dns_server)
+        faults += _reclaimed(runtime)
         faults += _unmount(runtime)
         faults += _unload(profiles)
         faults += _clear(runtime, config.socket)
@@ -112,6 +114,17 @@ def _unload(prefix: str) -> list[str]:
     except OSError as error:
         return [str(error)]
     return []
+
+
+def _reclaimed(runtime: Path) -> list[str]:
+    """Give DAMON back and take away our zram device, with the sandboxes' memory that was in it."""
+    faults = []
+    for undo, record in ((turns.give_back, "damon"), (zram.remove, "zram")):
+        try:
+            undo(runtime / record)
+        except OSError as error:
+            faults.append(str(error))
+    return faults
 
 
 def _unmount(runtime: Path) -> list[str]:

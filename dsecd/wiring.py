@@ -34,9 +34,11 @@ from dsecd.core.host import Host, Sources
 from dsecd.core.image_jobs import ImageJobs
 from dsecd.core.images.store import ImageStore
 from dsecd.core.lifecycle import Lifecycle
+from dsecd.core.memory import MemoryUse, alive
 from dsecd.core.operations import Operations
 from dsecd.core.pressure import Gauge, Shortage, Thresholds
 from dsecd.core.ranges import Ranges
+from dsecd.core.reclaim import Reclaim, ReclaimSettings
 from dsecd.core.registry import Registry
 from dsecd.core.sandboxes import Sandboxes
 from dsecd.core.services import Core
@@ -98,6 +100,8 @@ async def build_core(config: Config, place: Place, store: Store, events: Events,
     group = config.network.dns_user
     tasks.spawn("dns", names.link.serve(listen.bound(config.runtime_dir / "dns.sock", 0o660, group)))
     tasks.spawn("openings", names.sweep())
+    reclaim = _reclaim(config, place, registry)
+    tasks.spawn("reclaim", reclaim.run())
     host = Host(
         Sources(
             state_dir=config.state_dir, generation=place.generation, backends=backends, counts=sandboxes.counts,
@@ -109,6 +113,7 @@ async def build_core(config: Config, place: Place, store: Store, events: Events,
         sandboxes=sandboxes, forks=Forks(registry, lifecycle, tasks, parallel=_parallel()), execs=Execs(registry),
         files=Files(registry),
         images=ImageJobs(images, operations, events), events=events, operations=operations, host=host,
+        memory=MemoryUse(registry, reclaim, place.cgroup_dir),
     )  # fmt: skip
 
 
@@ -133,6 +138,17 @@ def _dns_link(config: Config) -> DnsLink:
         upstreams=tuple(map(endpoint, config.network.dns_upstreams)),
     )
     return DnsLink(settings, uids)
+
+
+def _reclaim(config: Config, place: Place, registry: Registry) -> Reclaim:
+    def cgroup_of(sandbox_id: str) -> Path | None:
+        live = registry.get(sandbox_id)
+        return live.backend.cgroup(live.box) if live is not None and alive(live) else None
+
+    return Reclaim(
+        ReclaimSettings(**config.memory.model_dump(exclude={"zram_bytes"})), config.runtime_dir, place.cgroup_dir,
+        ids=lambda: [live.id for live in registry.all() if alive(live)], cgroup_of=cgroup_of,
+    )  # fmt: skip
 
 
 def _parallel() -> int:

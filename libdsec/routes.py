@@ -13,6 +13,7 @@ from typing import Literal
 from pydantic import BaseModel
 
 from libdsec import types as t
+from libdsec.memory import MemoryReport
 
 
 class Scope(StrEnum):
@@ -69,6 +70,10 @@ ROUTES: tuple[Route, ...] = (
     Route("version", "GET", "/v1/version", Scope.READ, "Version of the daemon.", response=t.VersionInfo),
     Route("host", "GET", "/v1/host", Scope.READ, "What this host offers.", response=t.HostReport),
     Route("doctor", "GET", "/v1/doctor", Scope.READ, "Check the host and look for residue.", response=t.DoctorReport),
+    Route("memory", "GET", "/v1/memory", Scope.READ, "What memory sandboxes and the host use, and what was reclaimed.",
+          response=MemoryReport,
+          query=(Query("sandbox", "list", doc="only these; all that run or are paused without it"), Query("after"),
+                 Query("limit", "int", doc="default 1000", minimum=1, maximum=10000))),
     # sandboxes
     Route("create", "POST", "/v1/sandboxes", Scope.SANDBOX, "Create a sandbox and start it.",
           t.CreateRequest, t.Sandbox, status=201, timeout_s=120),

@@ -36,6 +36,7 @@ GROUPS: dict[str, dict[str, str]] = {
     "Host": {
         "host": "host:host",
         "doctor": "host:doctor",
+        "mem": "memory:mem",
         "events": "host:events",
         "ops": "host:ops",
         "api": "raw:api",

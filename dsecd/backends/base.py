@@ -159,6 +159,10 @@ class Backend(Protocol):
         """What it may reach, and what came of its tries. Blocks for microseconds."""
         ...
 
+    def cgroup(self, box: Box) -> Path:
+        """The cgroup of everything in the box on this host; it is there while the box runs."""
+        ...
+
     def usage(self, box: Box) -> Mapping[str, int]:
         """What the host itself counts for all of the box, named as in ``linux.cgroup.stat``; what it does not count is
         left out. Blocks. Runs in a thread."""

@@ -45,6 +45,7 @@ class ContainerBackend:
         works = site.core_scheduling == "off" or mechanisms.by_name("core-scheduling").check().works is True
         self._cookies_lacking: cookies.Mode = "off" if works else site.core_scheduling
         self._steps = ContainerSteps(site if works else replace(site, core_scheduling="off"))
+        self.cgroup = self._steps.cgroup
 
     def probe(self) -> BackendState:
         missing = [status for status in mechanisms.report() if status.name in _NEEDED and status.works is False]

@@ -43,6 +43,7 @@ class MicrovmBackend:
 
     def __init__(self, site: Site) -> None:
         self._steps = MicrovmSteps(site)
+        self.cgroup = self._steps.cgroup
 
     def probe(self) -> BackendState:
         missing = [status for status in mechanisms.report() if status.name in _NEEDED and status.works is False]

@@ -14,6 +14,7 @@ from dsecd.core.files import Files
 from dsecd.core.forks import Forks
 from dsecd.core.host import Host
 from dsecd.core.image_jobs import ImageJobs
+from dsecd.core.memory import MemoryUse
 from dsecd.core.operations import Operations
 from dsecd.core.sandboxes import Sandboxes
 
@@ -30,3 +31,4 @@ class Core:
     events: Events
     operations: Operations
     host: Host
+    memory: MemoryUse

@@ -21,7 +21,9 @@ from dsecd.linux import (
     apparmor,
     bpf,
     cgroup,
+    damon,
     erofs,
+    kconfig,
     kvm,
     mountns,
     netlink,
@@ -29,6 +31,7 @@ from dsecd.linux import (
     overlay,
     pidfd,
     proc,
+    swap,
     syscalls,
     userns,
 )
@@ -207,6 +210,33 @@ def _core_scheduling() -> Answer:
     return YES
 
 
+def _damon() -> Answer:
+    try:
+        there = damon.count()
+    except FileNotFoundError:
+        return no("the kernel has no DAMON sysfs interface")
+    # Which address spaces can be watched shows only in a kdamond of one's own.
+    if (config := kconfig.running()) and config.lacks(("DAMON_VADDR",)):
+        return no("DAMON cannot watch processes")
+    return Answer(True, f"{there} kdamond(s) are set up" if there else "")
+
+
+def _memory_reclaim() -> Answer:
+    try:
+        groups = cgroup.children(cgroup.root())
+    except FileNotFoundError:
+        return no("cgroup v2 is not mounted")
+    # Only where a parent hands the memory controller on is there such a file at all.
+    if not any((group / "memory.current").exists() for group in groups):
+        return no("no cgroup has the memory controller")
+    return YES if any((group / "memory.reclaim").exists() for group in groups) else no("no memory.reclaim file")
+
+
+def _swap() -> Answer:
+    found = swap.areas()
+    return Answer(True, ", ".join(area.path for area in found)) if found else no("there is no swap area")
+
+
 def _apparmor() -> Answer:
     if missing := apparmor.why_missing():
         return no(missing)
@@ -370,9 +400,12 @@ MECHANISMS: tuple[Feature, ...] = (
     Feature("core-scheduling", "5.14", "keeping sandboxes off each other's SMT siblings", _core_scheduling,
             "Boot a kernel with CONFIG_SCHED_CORE on a processor with SMT.",
             options=("SCHED_CORE", "SCHED_SMT")),
-    Feature("damon-sysfs", "5.18", "reclaiming idle memory", _path_exists(
-        "/sys/kernel/mm/damon/admin", "the kernel has no DAMON sysfs interface"),
-        "Boot a kernel with CONFIG_DAMON_SYSFS.", options=("DAMON_SYSFS", "DAMON_PADDR", "DAMON_VADDR")),
+    Feature("damon-sysfs", "5.18", "finding and reclaiming idle memory", _damon,
+            "Boot a kernel with CONFIG_DAMON_SYSFS.", options=("DAMON_SYSFS", "DAMON_VADDR")),
+    Feature("memory-reclaim", "5.19", "reclaiming idle memory without DAMON", _memory_reclaim,
+            _NO_CONTROLLER.format("memory"), options=("MEMCG",)),
+    Feature("swap", "", "reclaiming anonymous memory, most of an idle sandbox's", _swap,
+            "Set 'zram_bytes' in dsecd.toml, or add a swap area.", options=("SWAP", "ZRAM")),
     Feature("kvm", "2.6.20", "hardware virtual machines", _kvm,
             "Turn on virtualization in the firmware, or nested virtualization in the host above.",
             options=("KVM",)),

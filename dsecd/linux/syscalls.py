@@ -67,6 +67,9 @@ NSFS_MAGIC, OVERLAYFS_SUPER_MAGIC, EROFS_SUPER_MAGIC, CGROUP2_SUPER_MAGIC = (
     0x6E736673, 0x794C7630, 0xE0F5E1E2, 0x63677270
 )
 
+# include/linux/swap.h
+SWAP_FLAG_PREFER, SWAP_FLAG_PRIO_MASK = 0x8000, 0x7FFF
+
 # include/uapi/linux/wait.h
 WALL = 0x40000000
 
@@ -329,6 +332,18 @@ def sched_core_get(pid: int = 0) -> int:
     cookie = ctypes.c_uint64()
     prctl(PR_SCHED_CORE, PR_SCHED_CORE_GET, pid, 0, ctypes.addressof(cookie))
     return cookie.value
+
+
+def swapon(path: StrPath, flags: int = 0) -> None:
+    """swapon(2)."""
+    if _libc.swapon(_path(path), ctypes.c_int(flags)) == -1:
+        raise oserror("swapon", path)
+
+
+def swapoff(path: StrPath) -> None:
+    """swapoff(2): what is on it goes back to memory, however long that takes."""
+    if _libc.swapoff(_path(path)) == -1:
+        raise oserror("swapoff", path)
 
 
 def clone3_errno_with_bad_cgroup() -> int:

@@ -17,6 +17,7 @@ from libdsec._async.primitives import WebSocket
 from libdsec._async.transport import AsyncTransport
 from libdsec._async.tunnel import AsyncTunnel
 from libdsec.errors import ConnectionFailed, DsecError, NotFound, TimedOut, from_wire
+from libdsec.memory import MemoryReport, SandboxMemory
 
 #: The longest that one waiting request asks the daemon to block.
 POLL_S = 60.0
@@ -42,6 +43,24 @@ class AsyncHostCalls(AsyncTransport):
     async def doctor(self) -> t.DoctorReport:
         """Check the host and look for residue."""
         return c.parse(t.DoctorReport, await self.request("doctor"), "doctor")
+
+    async def memory(
+        self, *, sandbox: Sequence[str] = (), after: str | None = None, limit: int | None = None
+    ) -> MemoryReport:
+        """Memory of the host and a page of the sandboxes that run or are paused, or of those named."""
+        data = await self.request("memory", query={"sandbox": sandbox, "after": after, "limit": limit})
+        return c.parse(MemoryReport, data, "memory")
+
+    async def memory_all(self) -> MemoryReport:
+        """All pages of ``memory``; the host as the last of them tells."""
+        found: tuple[SandboxMemory, ...] = ()
+        after: str | None = None
+        while True:
+            page = await self.memory(after=after)
+            found += page.sandboxes
+            if not page.next:
+                return page.model_copy(update={"sandboxes": found})
+            after = page.next
 
     async def operations(self) -> t.OperationList:
         """The operations the daemon knows."""

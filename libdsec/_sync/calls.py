@@ -18,6 +18,7 @@ from libdsec._sync.primitives import WebSocket
 from libdsec._sync.transport import Transport
 from libdsec._sync.tunnel import Tunnel
 from libdsec.errors import ConnectionFailed, DsecError, NotFound, TimedOut, from_wire
+from libdsec.memory import MemoryReport, SandboxMemory
 
 #: The longest that one waiting request asks the daemon to block.
 POLL_S = 60.0
@@ -43,6 +44,24 @@ class HostCalls(Transport):
     def doctor(self) -> t.DoctorReport:
         """Check the host and look for residue."""
         return c.parse(t.DoctorReport, self.request("doctor"), "doctor")
+
+    def memory(
+        self, *, sandbox: Sequence[str] = (), after: str | None = None, limit: int | None = None
+    ) -> MemoryReport:
+        """Memory of the host and a page of the sandboxes that run or are paused, or of those named."""
+        data = self.request("memory", query={"sandbox": sandbox, "after": after, "limit": limit})
+        return c.parse(MemoryReport, data, "memory")
+
+    def memory_all(self) -> MemoryReport:
+        """All pages of ``memory``; the host as the last of them tells."""
+        found: tuple[SandboxMemory, ...] = ()
+        after: str | None = None
+        while True:
+            page = self.memory(after=after)
+            found += page.sandboxes
+            if not page.next:
+                return page.model_copy(update={"sandboxes": found})
+            after = page.next
 
     def operations(self) -> t.OperationList:
         """The operations the daemon knows."""

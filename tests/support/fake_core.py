@@ -27,6 +27,7 @@ from dsecd.core.schema import MIGRATIONS
 from dsecd.core.services import Core
 from dsecd.core.store import Store
 from dsecd.core.tasks import Tasks
+from libdsec import memory as m
 from libdsec import types as t
 from libdsec.errors import NotFound
 from libdsec.routes import ROUTES, Route
@@ -235,6 +236,20 @@ class FakeImages:
         return ()
 
 
+class FakeMemory:
+    """Answers with what it was asked for as the names of sandboxes."""
+
+    async def report(
+        self, principal: Principal, names: Sequence[str], *, after: str | None, limit: int
+    ) -> m.MemoryReport:
+        host = m.HostMemory(
+            total_bytes=limit, available_bytes=5, swap_total_bytes=0, swap_used_bytes=0, reclaim="off",
+            reclaimed_bytes=0,
+        )  # fmt: skip
+        shown = [*names, *([after] if after else [])]
+        return m.MemoryReport(host=host, sandboxes=tuple(m.SandboxMemory(id=i, reclaimed_bytes=0) for i in shown))
+
+
 class FakeHost:
     def version(self) -> t.VersionInfo:
         return t.VersionInfo(version="0", started_at=NOW, generation=1)
@@ -275,6 +290,7 @@ async def serving(
         "files": files,
         "images": FakeImages(),
         "host": FakeHost(),
+        "memory": FakeMemory(),
     }
     core = Core(events=events, operations=operations, **cast(Any, fakes))
     server = Server(

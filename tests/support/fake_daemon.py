@@ -24,6 +24,7 @@ from typing import Any
 from aiohttp import WSMsgType, web
 from pydantic import BaseModel
 
+from libdsec import memory as m
 from libdsec import types as t
 from libdsec.errors import (
     AlreadyExists,
@@ -128,6 +129,27 @@ class _Host(_State):
             t.Finding(check="feature kvm", ok=False, needed=False, detail="/dev/kvm is missing"),
             t.Finding(check="residue", ok=False, detail="1 stray mount", hint="restart dsecd"),
         ))  # fmt: skip
+
+    async def on_memory(self, request: web.Request) -> m.MemoryReport:
+        named = request.query.getall("sandbox", [])
+        # A page holds one sandbox, so that clients have to ask for more.
+        ids = sorted(id for id in named or self.boxes if id > request.query.get("after", ""))
+        one = {"used_bytes": 3 << 20, "cold_bytes": 1 << 20, "swapped_bytes": 90 << 20, "refaults": 7, "idle_s": 61.5}
+        return m.MemoryReport(
+            host=m.HostMemory(
+                total_bytes=4 << 30, available_bytes=1 << 30, sandboxes_bytes=6 << 20, swap_total_bytes=2 << 30,
+                swap_used_bytes=180 << 20, zram_stored_bytes=180 << 20, zram_memory_bytes=40 << 20,
+                pressure_some_percent=1.5, pressure_full_percent=0.0, reclaim="memory.reclaim",
+                reclaim_detail="1 kdamond(s) of somebody else are set up", reclaimed_bytes=200 << 20,
+            ),
+            sandboxes=tuple(
+                m.SandboxMemory(
+                    id=id, reclaimed_bytes=100 << 20, pressure_some_percent=0.25, pressure_full_percent=0.0,
+                    **(one if id == "web" else {}),
+                ) for id in ids[:1]
+            ),
+            next=ids[0] if len(ids) > 1 and not named else None,
+        )  # fmt: skip
 
     async def on_operations(self, request: web.Request) -> t.OperationList:
         return t.OperationList(operations=(self._operation("op1", t.OperationState.DONE),))

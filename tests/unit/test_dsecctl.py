@@ -96,7 +96,7 @@ def test_every_command_has_help_with_an_example_that_parses() -> None:
 def test_everything_asked_for_exists() -> None:
     wanted = (
         "run create exec ps inspect stats cp logs stop start rm pause resume wait update events host doctor api ops "
-        "attach image completion kill execs net forward fork"
+        "mem attach image completion kill execs net forward fork"
     )
     assert set(COMMANDS) == set(wanted.split())
     image = cli.get_command(click.Context(cli), "image")
@@ -118,6 +118,7 @@ JSON_CALLS: dict[str, tuple[str, ...]] = {
     "exec": ("exec", "web", "--", "echo", "hi"),
     "attach": (),  # a stream of bytes
     "logs": ("logs", "web"),
+    "mem": ("mem",),
     "kill": ("kill", "web"),
     "execs": ("execs", "web"),
     "cp": ("cp", __file__, "web:/f"),

@@ -50,6 +50,7 @@ def test_every_setting_is_explained() -> None:
     for name in Config.model_fields:
         sections = {
             "limits": "max_request_bytes", "admission": "mode", "network": "ipv4_pool", "microvm": "monitor",
+            "memory": "reclaim",
         }  # fmt: skip
         name = f"{name}.{sections[name]}" if name in sections else name  # noqa: PLW2901
         found = re.search(rf"^ +{re.escape(name)}(?: +|\n +)(\S.*)$", text, re.MULTILINE)

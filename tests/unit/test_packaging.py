@@ -179,11 +179,12 @@ def test_systemd_accepts_the_units(tmp_path: Path) -> None:
     # The program that verify looks for, and the pages, come with the package.
     (tmp_path / "dsecd.service").write_text(text.replace("ExecStart=/usr/sbin/dsecd", "ExecStart=/bin/true"))
     shutil.copy(UNITS / "dsecd.socket", tmp_path)
-    dns = (UNITS / "dsec-dns.service").read_text()
-    (tmp_path / "dsec-dns.service").write_text(dns.replace("ExecStart=/usr/sbin/dsec-dns", "ExecStart=/bin/true"))
+    for name, program in (("dsec-dns.service", "/usr/sbin/dsec-dns"), ("dsec-zram.service", "/usr/lib/dsec/dsec-zram")):
+        (tmp_path / name).write_text((UNITS / name).read_text().replace(f"={program}", "=/bin/true"))
 
     def verify() -> tuple[int, str]:
-        units = [str(tmp_path / name) for name in ("dsecd.service", "dsecd.socket", "dsec-dns.service")]
+        names = ("dsecd.service", "dsecd.socket", "dsec-dns.service", "dsec-zram.service")
+        units = [str(tmp_path / name) for name in names]
         command = ["systemd-analyze", "verify", "--man=no", "--recursive-errors=no", *units]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         return done.returncode, done.stderr

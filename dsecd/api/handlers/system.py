@@ -19,6 +19,7 @@ from dsecd.core.events import Follower
 from libdsec import types as t
 
 _EVENTS = 1000
+_SANDBOXES = 1000
 
 
 async def openapi(_call: Call) -> web.StreamResponse:
@@ -35,6 +36,12 @@ async def host(call: Call) -> BaseModel:
 
 async def doctor(call: Call) -> BaseModel:
     return await call.core.host.doctor()
+
+
+async def memory(call: Call) -> BaseModel:
+    return await call.core.memory.report(
+        call.principal, call.texts("sandbox"), after=call.text("after"), limit=call.integer("limit") or _SANDBOXES
+    )
 
 
 async def operations(call: Call) -> BaseModel:
@@ -80,6 +87,6 @@ async def _until_left(socket: web.WebSocketResponse) -> None:
 HANDLERS: Mapping[str, Handler] = {
     handler.__name__: handler
     for handler in (
-        openapi, version, host, doctor, operations, operation, operation_cancel, events, events_stream,
+        openapi, version, host, doctor, memory, operations, operation, operation_cancel, events, events_stream,
     )
 }  # fmt: skip

@@ -226,6 +226,20 @@ def test_bodies_must_be_json(
     run(tmp_path, body)
 
 
+def test_memory_is_asked_for_by_names_and_pages(tmp_path: Path) -> None:
+    async def body(api: Api) -> None:
+        async with http(api) as client:
+            answer = await client.get("/v1/memory?sandbox=a&sandbox=b&after=z&limit=7")
+            wrong = await client.get("/v1/memory?limit=0&sandboxes=a")
+        assert answer.status_code == 200
+        assert [one["id"] for one in answer.json()["sandboxes"]] == ["a", "b", "z"]
+        assert answer.json()["host"]["total_bytes"] == 7
+        assert wrong.status_code == 422
+        assert all(name in wrong.text for name in ("limit", "sandboxes"))
+
+    run(tmp_path, body)
+
+
 def test_usage_is_told_with_none_for_what_the_host_does_not_count(tmp_path: Path) -> None:
     async def body(api: Api) -> None:
         async with http(api) as client:

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns: reclaiming the cold memory of one sandbox, by DAMON or by its cgroup.
+
+Here: what a turn does to the kernel, and how it ends. Not here: whose turn it is and whether there may be any
+(``idleness.py``, ``reclaim.py``). Everything here blocks and runs in a thread, one call at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dsecd.linux import cgroup, damon, psi
+
+#: A sandbox that idles as a whole needs no long proof that a page is cold.
+IDLE_AGE_S = 5.0
+#: How many processes of a sandbox, and cgroups in it, are looked at: their number is the sandbox's to choose.
+_PIDS_MAX, _CGROUPS_MAX = 256, 256
+#: Beyond what the quota takes: until DAMON has split the address space where it differs.
+_SETTLE_S = 5.0
+_CHUNK_BYTES = 8 << 20
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A turn that is over, with the sandbox's memory before and after."""
+
+    sandbox_id: str
+    before_bytes: int
+    after_bytes: int
+
+
+@dataclass(frozen=True)
+class _Turn:
+    sandbox_id: str
+    cgroup: Path
+    before_bytes: int
+    last_bytes: int  # when it was looked at last
+    ends_at: float
+
+
+def memory_bytes(path: Path) -> int | None:
+    """memory.current; None without the memory controller, or when the cgroup is gone."""
+    text = cgroup.read(path, "memory.current")
+    return int(text) if text is not None and text.isdecimal() else None
+
+
+class DamonTurns:
+    """Turns by kdamonds of our own, a sandbox each."""
+
+    def __init__(self, record: Path, number: int, quota_bytes_per_s: int) -> None:
+        """``record`` keeps the mark by which the next daemon knows what this one took."""
+        self._record = record
+        self._number = number
+        self._quota = quota_bytes_per_s
+        self._turns: dict[int, _Turn] = {}
+
+    def take(self) -> None:
+        """Take the kdamonds, also those that an earlier daemon left. Raises damon.InUse, OSError."""
+        mark = recorded_mark(self._record) or damon.new_mark()
+        self._record.write_text(str(mark))
+        damon.take(self._number, mark)
+
+    @property
+    def free(self) -> int:
+        return self._number - len(self._turns)
+
+    def start(self, sandbox_id: str, path: Path, age_s: float) -> bool:
+        """Begin a turn; False when there is nothing to watch. Raises damon.InUse, OSError."""
+        before, pids = memory_bytes(path), largest(path)
+        if before is None or not pids:
+            return False
+        index = next(index for index in range(self._number) if index not in self._turns)
+        try:
+            damon.start(index, pids, damon.Rules(age_s=age_s, quota_bytes_per_s=self._quota))
+        except ProcessLookupError:
+            return False
+        lasts_s = age_s + before / self._quota + _SETTLE_S
+        self._turns[index] = _Turn(sandbox_id, path, before, before, time.monotonic() + lasts_s)
+        return True
+
+    def end(self, *, all_of_them: bool = False) -> list[Ended]:
+        """End those whose time is over and that bring no more, or whose sandbox has ended."""
+        ended = []
+        for index, turn in list(self._turns.items()):
+            over = all_of_them or not damon.runs(index)
+            if not over and time.monotonic() < turn.ends_at:
+                continue
+            now = memory_bytes(turn.cgroup)
+            if not over and now is not None and now < turn.last_bytes - _CHUNK_BYTES:
+                # Slower than the quota, as compressing may be, but still at it.
+                self._turns[index] = replace(turn, last_bytes=now, ends_at=time.monotonic() + 2 * _SETTLE_S)
+                continue
+            damon.stop(index)
+            del self._turns[index]
+            ended.append(Ended(turn.sandbox_id, turn.before_bytes, turn.before_bytes if now is None else now))
+        return ended
+
+    def give_back(self) -> None:
+        """Leave DAMON as it was found."""
+        self._turns.clear()
+        give_back(self._record)
+
+
+def recorded_mark(record: Path) -> int | None:
+    """The mark that a daemon kept, if any."""
+    try:
+        return damon.mark_from(record.read_text())
+    except (FileNotFoundError, UnicodeDecodeError):
+        return None
+
+
+def give_back(record: Path) -> None:
+    """Give back the kdamonds that a daemon took and kept record of."""
+    mark = recorded_mark(record)
+    if mark is not None:
+        with contextlib.suppress(FileNotFoundError):
+            damon.give_back(mark)
+    record.unlink(missing_ok=True)
+
+
+def largest(path: Path) -> list[int]:
+    """The processes with the most memory in the cgroup and below, as many as DAMON watches at once."""
+    sizes = [(size, pid) for pid in _pids(path) if (size := _resident(pid)) > 0]
+    return [pid for _size, pid in sorted(sizes, reverse=True)[: damon.TARGETS_MAX]]
+
+
+def _pids(path: Path) -> Iterator[int]:
+    left, groups = _PIDS_MAX, [path]
+    for group in groups:
+        for pid in cgroup.procs(group)[:left]:
+            left -= 1
+            yield pid
+        if left == 0:
+            return
+        groups += cgroup.children(group)[: _CGROUPS_MAX - len(groups)]
+
+
+def _resident(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
+    except (OSError, IndexError):  # it has ended
+        return 0
+
+
+def by_cgroup(sandbox_id: str, path: Path, budget_bytes: int, *, pressure_max_percent: float) -> Ended | None:
+    """Let the kernel take what it thinks is cold, in pieces.
+
+    Until it finds no more, the budget is spent, or the sandbox waits for memory. None without the memory controller.
+    """
+    before = memory_bytes(path)
+    if before is None:
+        return None
+    place = path / "run" if (path / "run" / "memory.reclaim").exists() else path
+    for _ in range(max(1, budget_bytes // _CHUNK_BYTES)):
+        pressure = psi.read("memory", place)
+        if pressure is not None and pressure.some.avg10 > pressure_max_percent:
+            break
+        try:
+            cgroup.write(place, "memory.reclaim", _CHUNK_BYTES)
+        except cgroup.AttributeRefused as error:
+            # EAGAIN: it found less than that. ENOENT, ENODEV: the sandbox has ended.
+            if error.errno not in (errno.EAGAIN, errno.ENOENT, errno.ENODEV):
+                raise
+            break
+    after = memory_bytes(path)
+    return Ended(sandbox_id, before, before if after is None else after)
