@@ -8,6 +8,7 @@
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <poll.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -29,10 +30,11 @@
 #define QUEUE_BYTES ((size_t)128 << 10)
 #define READ_BYTES ((size_t)32 << 10) /* the driver takes no more in one call */
 #define HOLD_MS 5                     /* for the rest of what may be a prelude */
+#define GONE_MS 5000                  /* without a host, until the connection counts as ended */
 
 static struct watch port, inner; /* inner.fd is -1 between connections */
 static struct buf inbound, outbound;
-static struct timer hold;
+static struct timer hold, gone;
 static bool let_through; /* what looked like a prelude's beginning was none */
 static uint8_t key[KEY_BYTES];
 static bool have_key;
@@ -43,6 +45,15 @@ static void end_inner(void)
 {
     watch_close(&inner);
     buf_free(&outbound);
+}
+
+/* No host for long: nobody reads, and the execs' readers are to know. */
+static void gone_ends(struct timer *t)
+{
+    struct pollfd state = {.fd = port.fd};
+    (void)t;
+    if (poll(&state, 1, 0) == 1 && (state.revents & POLLHUP) != 0)
+        end_inner();
 }
 
 static void inner_ready(struct watch *w, uint32_t events)
@@ -56,6 +67,7 @@ static void begin(const uint8_t *prelude)
 {
     int pair[2];
     end_inner();
+    timer_stop(&gone);
     memcpy(key, prelude + MAGIC_BYTES, KEY_BYTES);
     have_key = true;
     if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, pair) < 0)
@@ -160,8 +172,12 @@ static void pump(void)
         timer_stop(&hold);
         room = sort_inbound();
     }
-    if (ended)
-        end_inner(); /* no host: nobody reads, and the execs' readers are to know */
+    /*
+     * That the host left or came is told beside the stream, and later than what it wrote: a connection may have begun
+     * since. So the end of the stream ends none at once.
+     */
+    if (ended && inner.fd >= 0 && !timer_is_set(&gone))
+        timer_set(&gone, GONE_MS, gone_ends);
     ended = false;
     bool flowing = drain_outbound();
     while (inner.fd >= 0 && flowing && fill(inner.fd, &outbound, &ended))
