@@ -59,6 +59,23 @@ def controller_of(attribute: str) -> str:
     return attribute.partition(".")[0]
 
 
+def attributes_without_disk(limits: Limits) -> dict[str, str]:
+    """cgroup attribute to value for every limit that is set and needs no block device to be named."""
+    plain = {
+        "memory.max": limits.memory_max_bytes,
+        "memory.high": limits.memory_high_bytes,
+        "memory.swap.max": limits.swap_max_bytes,
+        "memory.oom.group": None if limits.memory_oom_group is None else int(limits.memory_oom_group),
+        "cpu.idle": None if limits.cpu_idle is None else int(limits.cpu_idle),
+        "cpu.weight": limits.cpu_weight,
+        "pids.max": limits.pids_max,
+    }
+    values = {name: str(value) for name, value in plain.items() if value is not None}
+    if limits.cpu_max_permil is not None:
+        values["cpu.max"] = f"{limits.cpu_max_permil * _CPU_PERIOD_US // 1000} {_CPU_PERIOD_US}"
+    return values
+
+
 class LimitWriter:
     """Writes limits where the controllers exist, and says where they do not."""
 
@@ -72,19 +89,7 @@ class LimitWriter:
 
     def attributes(self, limits: Limits) -> dict[str, str]:
         """cgroup attribute to value for every limit that is set. Raises FeatureMissing for io that has no disk."""
-        plain = {
-            "memory.max": limits.memory_max_bytes,
-            "memory.high": limits.memory_high_bytes,
-            "memory.swap.max": limits.swap_max_bytes,
-            "memory.oom.group": None if limits.memory_oom_group is None else int(limits.memory_oom_group),
-            "cpu.idle": None if limits.cpu_idle is None else int(limits.cpu_idle),
-            "cpu.weight": limits.cpu_weight,
-            "pids.max": limits.pids_max,
-        }
-        values = {name: str(value) for name, value in plain.items() if value is not None}
-        if limits.cpu_max_permil is not None:
-            values["cpu.max"] = f"{limits.cpu_max_permil * _CPU_PERIOD_US // 1000} {_CPU_PERIOD_US}"
-        return values | self._io(limits)
+        return attributes_without_disk(limits) | self._io(limits)
 
     def _io(self, limits: Limits) -> dict[str, str]:
         rates = {key: getattr(limits, field) for key, field in _IO_MAX.items()}

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from dsecd.backends import oci
 from dsecd.backends.base import MachineSettings
-from dsecd.backends.limits import DEFAULT_PIDS_MAX
+from dsecd.backends.limits import DEFAULT_PIDS_MAX, attributes_without_disk
 from dsecd.vmm.base import ALIGN_BYTES, Machine
 from dsecd.vmm.guest import Boot
 from libdsec import errors
@@ -29,7 +29,6 @@ _VCPUS_MAX = 32
 _PAGE_BYTES = 4096
 #: Limits that the guest keeps, or that are the size of the machine.
 _OF_GUEST = ("memory_max_bytes", "memory_oom_group", "pids_max")
-_CPU_PERIOD_US = 100_000
 
 
 def machine(
@@ -131,16 +130,4 @@ def exec_limits(limits: Limits) -> Mapping[str, str]:
         raise errors.FeatureMissing(
             f"limit {', '.join(foreign)}: a microVM's disk rates are limited as a whole", feature="microvm-exec-io"
         )
-    plain = {
-        "memory.max": limits.memory_max_bytes,
-        "memory.high": limits.memory_high_bytes,
-        "memory.swap.max": limits.swap_max_bytes,
-        "memory.oom.group": None if limits.memory_oom_group is None else int(limits.memory_oom_group),
-        "cpu.idle": None if limits.cpu_idle is None else int(limits.cpu_idle),
-        "cpu.weight": limits.cpu_weight,
-        "pids.max": limits.pids_max,
-    }
-    values = {name: str(value) for name, value in plain.items() if value is not None}
-    if limits.cpu_max_permil is not None:
-        values["cpu.max"] = f"{limits.cpu_max_permil * _CPU_PERIOD_US // 1000} {_CPU_PERIOD_US}"
-    return values
+    return attributes_without_disk(limits)

@@ -26,6 +26,9 @@ _RANGES = 4096
 _START_TIMEOUT_S = 30.0
 
 _numbers = itertools.count()
+#: Ranges of ids that daemons which live at the same time have; as many as there are above the default ones.
+_SLOTS = 9
+_slots_taken: set[int] = set()
 
 
 class Daemon:
@@ -43,7 +46,9 @@ class Daemon:
         self.runtime_dir = Path("/run") / self.name
         self.cgroup_dir = _cgroup_root() / self.name
         # Ranges of daemons that live at the same time must not meet; they start where the default ones end.
-        self.uid_base = 0x6800_0000 + (number % 4) * _RANGES * 65536
+        self._slot = next(slot for slot in range(_SLOTS) if slot not in _slots_taken)
+        _slots_taken.add(self._slot)
+        self.uid_base = 0x6800_0000 + self._slot * _RANGES * 65536
         self.socket = self.runtime_dir / "dsecd.sock"
         self.log = self.runtime_dir / "dsecd.log"
         self.env = dict(env or {})
@@ -173,6 +178,7 @@ class Daemon:
         subprocess.run(["mount", "--bind", str(images), str(self.state_dir / "images")], check=True)
 
     def _clean(self) -> None:
+        _slots_taken.discard(self._slot)
         if self.running:
             self.kill()
         cgroups.remove_tree(self.cgroup_dir)

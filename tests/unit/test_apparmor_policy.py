@@ -68,7 +68,8 @@ def test_what_a_pattern_names_is_denied_with_all_below(case: tuple[str, str]) ->
 def test_every_directory_above_is_held_in_its_place(case: tuple[str, str], writing: bool) -> None:
     pattern, path = case
     asked = AppArmor(deny_write=(pattern,)) if writing else AppArmor(deny_read=(pattern,))
-    # Renaming asks for reading and writing of what is renamed: a denial of either holds it.
+    # Renaming asks for reading and writing of what is renamed (security/apparmor/lsm.c, apparmor_path_rename):
+    # a denial of either holds it.
     rules = [*denied(asked, "w"), *denied(asked, "r")]
     parts = path.split("/")[1:]
     for length in range(1, len(parts)):
