@@ -158,6 +158,15 @@ class ImageName(_FromDaemon):
         return [(name, image.prefix) for image in client.images().images for name in image.names]
 
 
+class SnapshotName(_FromDaemon):
+    """The name of a snapshot."""
+
+    name = "snapshot"
+
+    def names(self, client: Client, ctx: click.Context) -> list[tuple[str, str]]:
+        return [(item.id, f"of {item.source}") for item in client.snapshots().snapshots]
+
+
 class ExecId(_FromDaemon):
     """The id of an exec in the sandbox that is named before it."""
 
@@ -170,7 +179,7 @@ class ExecId(_FromDaemon):
 
 SIZE, DURATION, CPUS, PAIR, VARIABLE = Size(), Duration(), Cpus(), Pair(), Variable()
 NETWORK_POLICY = NetworkPolicy()
-SANDBOX, IMAGE, EXEC = SandboxName(), ImageName(), ExecId()
+SANDBOX, IMAGE, SNAPSHOT, EXEC = SandboxName(), ImageName(), SnapshotName(), ExecId()
 
 
 def read_env_file(ctx: click.Context, param: click.Parameter, value: Any) -> dict[str, str]:

@@ -24,6 +24,7 @@ from dsecd.backends.name_service import NameService
 from dsecd.config import Config, check_ids, endpoint
 from dsecd.core import reconcile
 from dsecd.core.admission import Admission
+from dsecd.core.copies import Copies
 from dsecd.core.events import Events
 from dsecd.core.execs import Execs
 from dsecd.core.expiry import Expiry
@@ -42,6 +43,7 @@ from dsecd.core.reclaim import Reclaim, ReclaimSettings
 from dsecd.core.registry import Registry
 from dsecd.core.sandboxes import Sandboxes
 from dsecd.core.services import Core
+from dsecd.core.snapshots import Snapshots
 from dsecd.core.store import Store
 from dsecd.core.tasks import Tasks
 from dsecd.dns.frames import Endpoint, Settings
@@ -89,8 +91,15 @@ async def build_core(config: Config, place: Place, store: Store, events: Events,
         registry, lifecycle, tasks, admission, parallel=_parallel(), wait_s=config.admission.wait_s,
         batch_wait_s=config.admission.batch_wait_s,
     )  # fmt: skip
+    copies = Copies(registry, lifecycle, parallel=_parallel())
+    snapshots = Snapshots(
+        store, registry, images, events, tasks, copies, admission, wait_s=config.admission.wait_s,
+        checkpoint=checkpoint,
+    )  # fmt: skip
     operations = Operations(store, tasks)
     await operations.recover()
+    saves = [backend.saves for backend in backends.values() if backend.saves is not None]
+    await snapshots.recover(saves, first_start=place.generation == 1)
     await reconcile.reconcile(
         records, registry, lifecycle, backends, tasks, checkpoint, first_start=place.generation == 1
     )
@@ -110,7 +119,7 @@ async def build_core(config: Config, place: Place, store: Store, events: Events,
         )
     )  # fmt: skip
     return Core(
-        sandboxes=sandboxes, forks=Forks(registry, lifecycle, tasks, parallel=_parallel()), execs=Execs(registry),
+        sandboxes=sandboxes, forks=Forks(registry, copies, tasks), snapshots=snapshots, execs=Execs(registry),
         files=Files(registry),
         images=ImageJobs(images, operations, events), events=events, operations=operations, host=host,
         memory=MemoryUse(registry, reclaim, place.cgroup_dir),

@@ -12,6 +12,7 @@ from typing import Literal
 
 from pydantic import BaseModel
 
+from libdsec import snapshots as s
 from libdsec import types as t
 from libdsec.memory import MemoryReport
 
@@ -99,12 +100,23 @@ ROUTES: tuple[Route, ...] = (
     Route("pause", "POST", "/v1/sandboxes/{id}/pause", Scope.SANDBOX, "Freeze its processes.", response=t.Sandbox),
     Route("resume", "POST", "/v1/sandboxes/{id}/resume", Scope.SANDBOX, "Thaw its processes.", response=t.Sandbox),
     Route("fork", "POST", "/v1/sandboxes/{id}/fork", Scope.SANDBOX, "Copy it with what runs in it, or make no copy.",
-          t.ForkRequest, t.SandboxList, status=201, timeout_s=300),
+          s.ForkRequest, t.SandboxList, status=201, timeout_s=300),
+    Route("snapshot_create", "POST", "/v1/sandboxes/{id}/snapshots", Scope.SANDBOX,
+          "Save it with what runs in it under a name.", s.SnapshotRequest, s.Snapshot, status=201, timeout_s=300),
     Route("wait", "GET", "/v1/sandboxes/{id}/wait", Scope.READ, "Wait until it is in one of the states.",
           response=t.Sandbox, query=(Query("state", "list", required=True, choices=_STATES), _WAIT), timeout_s=310),
     Route("forward", "WS", "/v1/sandboxes/{id}/forward", Scope.SANDBOX,
           "A connection to a port on its loopback; see docs/api.md for the messages.",
           query=(Query("port", "int", required=True, minimum=1, maximum=65535),)),
+    # snapshots
+    Route("snapshots", "GET", "/v1/snapshots", Scope.READ, "List snapshots.", response=s.SnapshotList),
+    Route("snapshot_inspect", "GET", "/v1/snapshots/{id}", Scope.READ, "One snapshot, and who uses it.",
+          response=s.Snapshot),
+    Route("snapshot_remove", "DELETE", "/v1/snapshots/{id}", Scope.SANDBOX, "Remove one that no sandbox runs from.",
+          response=t.Empty),
+    Route("clone", "POST", "/v1/snapshots/{id}/clones", Scope.SANDBOX,
+          "Create sandboxes that begin as it is, or create none.", s.CloneRequest, t.SandboxList, status=201,
+          timeout_s=300),
     # execs
     Route("exec", "POST", "/v1/sandboxes/{id}/execs", Scope.SANDBOX, "Run a command to its end, output buffered.",
           t.ExecRequest, t.ExecResult, body_limit_bytes=128 << 20, timeout_s=0),

@@ -239,13 +239,7 @@ class Sandbox(OpenModel):
     expires_at: datetime | None = None
     off: tuple[str, ...] = Field((), description="default protections this host cannot give, see `dsecctl host`")
     apparmor_profile: str = Field("unconfined", description="what confines it, or did when it last ran")
-
-
-class ForkRequest(Model):
-    """Copy a running sandbox: its processes, memory and files; each copy goes on by itself."""
-
-    count: int = Field(1, ge=1, le=64, description="how many, when no ids are given")
-    ids: tuple[SandboxId, ...] = Field((), max_length=64, description="of the copies; made by the daemon when absent")
+    snapshot: str | None = Field(None, description="the snapshot whose memory it runs from, until it is stopped")
 
 
 class BatchItem(OpenModel):

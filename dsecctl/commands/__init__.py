@@ -32,7 +32,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "wait": "sandboxes:wait",
         "rm": "sandboxes:rm",
     },
-    "Images": {"image": "images:image"},
+    "Images": {"image": "images:image", "snapshot": "snapshots:snapshot"},
     "Host": {
         "host": "host:host",
         "doctor": "host:doctor",

@@ -10,10 +10,22 @@ from collections.abc import Mapping
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from dsecctl import output
 from dsecctl.app import App, command, passes_rest
-from dsecctl.params import CPUS, DURATION, IMAGE, NETWORK_POLICY, PAIR, SIZE, VARIABLE, options, read_env_file
+from dsecctl.params import (
+    CPUS,
+    DURATION,
+    IMAGE,
+    NETWORK_POLICY,
+    PAIR,
+    SIZE,
+    SNAPSHOT,
+    VARIABLE,
+    options,
+    read_env_file,
+)
 from libdsec import types as t
 from libdsec.connection import build
 
@@ -159,16 +171,57 @@ def strip_dashes(argv: tuple[str, ...]) -> tuple[str, ...]:
 )
 @SPEC
 @click.option("--key", "idempotency_key", help="The same key again gives the same sandbox, not a second one.")
-@click.argument("image", type=IMAGE)
+@click.option(
+    "--snapshot", type=SNAPSHOT, metavar="NAME", help="Begin as this snapshot is, instead of from IMAGE; takes only "
+    "--name, --label, --ttl and --count.",
+)  # fmt: skip
+@click.option("-n", "--count", type=click.IntRange(1, 64), help="How many, with --snapshot: all or none.")
+@click.argument("image", type=IMAGE, required=False)
 @click.argument("argv", nargs=-1, type=click.UNPROCESSED, metavar="[COMMAND]...")
-def create(app: App, *, image: str, argv: tuple[str, ...], idempotency_key: str | None, **given: Any) -> None:
+def create(
+    app: App, *, image: str | None, argv: tuple[str, ...], idempotency_key: str | None,
+    snapshot: str | None, count: int | None, **given: Any,
+) -> None:
     """Create a sandbox from IMAGE and start it; print its id.
 
-    COMMAND is started in it as exec 'main', now and at each 'dsecctl start'.
+    COMMAND is started in it as exec 'main', now and at each 'dsecctl start'. With --snapshot what ran when it was
+    saved goes on.
     """
+    if snapshot is not None:
+        _clone(app, snapshot, 1 if count is None else count, given)
+        return
+    if image is None:
+        raise click.MissingParameter(param_hint="'IMAGE'", param_type="argument")
+    if count is not None:
+        raise click.UsageError("--count goes with --snapshot")
     spec = spec_of(image, given, strip_dashes(argv) or None)
     box = app.client.create(spec, id=given["id"], idempotency_key=idempotency_key, wait_s=given["wait_s"])
     if app.json:
         output.document(box)
     else:
+        click.echo(box.id)
+
+
+_OF_CLONES = {"snapshot", "count", "id", "labels", "ttl_s"}
+
+
+def _clone(app: App, snapshot: str, count: int, given: Mapping[str, Any]) -> None:
+    """Refuses what a clone has from its snapshot, instead of passing over it."""
+    ctx = click.get_current_context()
+    # An argument without a word counts as given.
+    asked = {name for name, value in ctx.params.items() if value not in (None, ())}
+    asked = {name for name in asked if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    if foreign := sorted(asked - _OF_CLONES):
+        options = {option.name: max(option.opts, key=len) for option in ctx.command.params}
+        raise click.UsageError(f"{options.get(foreign[0], foreign[0])}: a clone has that from its snapshot")
+    if given["id"] and count > 1:
+        raise click.UsageError("--name: several clones cannot have one name")
+    made = app.client.clone(
+        snapshot, count=count, ids=(given["id"],) if given["id"] else (), labels=dict(given["labels"]) or None,
+        ttl_s=given["ttl_s"],
+    ).sandboxes  # fmt: skip
+    if app.json:
+        output.document([box.model_dump(mode="json") for box in made])
+        return
+    for box in made:
         click.echo(box.id)

@@ -97,6 +97,50 @@ class Box:
     on_oom: Callable[[int], None] = field(default=lambda _kills: None)
 
 
+@dataclass(frozen=True)
+class Saved:
+    """What was saved under a name."""
+
+    needs: Mapping[str, str]  # what must be the same where it is opened
+    digests: Mapping[str, str]  # of its files, by their names
+    memory_bytes: int  # of the machine
+    state_bytes: int  # beside memory and disk
+    used_bytes: int  # on the host's disk
+
+
+class Saves(Protocol):
+    """Boxes saved as they run, with memory and files, by a kind of sandbox that can do that.
+
+    What ``save`` and ``open`` give is the ``origin`` of boxes that begin as a copy.
+    """
+
+    async def save(self, box: Box, doing: str, *, paused: bool) -> Path:
+        """What a box that runs is, in a directory that ``discard`` removes, a new daemon, or ``publish`` moves; the
+        box goes on, or stays as it was when it is ``paused``."""
+        ...
+
+    async def discard(self, origin: Path) -> None:
+        """Remove what ``save`` gave; boxes that began as it go on. Absent is fine."""
+        ...
+
+    async def publish(self, origin: Path, name: str) -> Saved:
+        """Make it last, by a name: all of it is on the disk when it has that."""
+        ...
+
+    async def open(self, name: str, *, needs: Mapping[str, str], digests: Mapping[str, str]) -> Path:
+        """Raises FeatureMissing with what differs when this host is not as it ``needs``, BackendFailed when it is not
+        what was published."""
+        ...
+
+    async def remove(self, name: str) -> None:
+        """Absent, and half there, is fine."""
+        ...
+
+    def residents(self) -> set[str]:
+        """The names of all that is there."""
+        ...
+
+
 class Backend(Protocol):
     """A kind of sandbox.
 
@@ -107,6 +151,8 @@ class Backend(Protocol):
     name: str
     #: Names of features without which there is no such sandbox at all.
     needs: frozenset[str]
+    #: None for a kind that cannot be saved while it runs.
+    saves: Saves | None
 
     def probe(self) -> BackendState: ...
     def check(self, spec: SandboxSpec) -> list[str]:
@@ -132,11 +178,6 @@ class Backend(Protocol):
 
     async def shut_down(self, box: Box, grace_s: float) -> None:
         """Ask it to end and wait; when it does not, kill it. Bounded: ``grace_s`` and a few seconds."""
-        ...
-
-    def saved(self, box: Box) -> contextlib.AbstractAsyncContextManager[Path]:
-        """What a box that runs is, in a directory that lasts as long as the block, for boxes whose ``origin`` it
-        becomes; the box goes on, and so do they after the block. Raises FeatureMissing where a kind cannot do that."""
         ...
 
     async def set_limits(self, box: Box, limits: Limits) -> None:

@@ -14,11 +14,10 @@ import functools
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from dsecd.backends import cookies, files
 from dsecd.backends.agentlink.link import AgentError, LinkLost
-from dsecd.backends.base import Box, Site, translated
+from dsecd.backends.base import Box, Saves, Site, translated
 from dsecd.backends.container_steps import KILL_TIMEOUT_S, ContainerSteps
 from dsecd.backends.plan import Step
 from dsecd.linux import cgroup, mechanisms, pidfd
@@ -40,6 +39,7 @@ class ContainerBackend:
 
     name = "container"
     needs = _NEEDED
+    saves: Saves | None = None
 
     def __init__(self, site: Site) -> None:
         works = site.core_scheduling == "off" or mechanisms.by_name("core-scheduling").check().works is True
@@ -114,12 +114,6 @@ class ContainerBackend:
                 async with asyncio.timeout(grace_s + _LAST_WORDS_S):
                     await box.link.shutdown(int(grace_s * 1000))
                     await pidfd.wait_exit(fd, grace_s + _LAST_WORDS_S)
-
-    def saved(self, box: Box) -> contextlib.AbstractAsyncContextManager[Path]:
-        raise errors.FeatureMissing(
-            f"fork '{box.id}': a container cannot be copied while it runs", feature="container-fork",
-            hint="use backend microvm",
-        )  # fmt: skip
 
     async def set_limits(self, box: Box, limits: Limits) -> None:
         await self._steps.set_limits(box, limits)

@@ -11,12 +11,12 @@ import asyncio
 import contextlib
 import functools
 import socket
-from collections.abc import AsyncIterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
 from dsecd.backends import files, machines
 from dsecd.backends.agentlink.link import AgentError, AgentLink, LinkLost
-from dsecd.backends.base import Box, Site, translated
+from dsecd.backends.base import Box, Saves, Site, translated
+from dsecd.backends.microvm_saves import MicrovmSaves
 from dsecd.backends.microvm_steps import MicrovmSteps
 from dsecd.backends.plan import Step
 from dsecd.linux import cgroup, mechanisms, pidfd
@@ -43,6 +43,7 @@ class MicrovmBackend:
 
     def __init__(self, site: Site) -> None:
         self._steps = MicrovmSteps(site)
+        self.saves: Saves | None = MicrovmSaves(self._steps, site.state_dir)
         self.cgroup = self._steps.cgroup
 
     def probe(self) -> BackendState:
@@ -103,14 +104,6 @@ class MicrovmBackend:
                     await box.link.machine.freeze(frozen=False)
                     await box.link.shutdown(int(grace_s * 1000))
                     await pidfd.wait_exit(fd, grace_s + _LAST_WORDS_S)
-
-    @contextlib.asynccontextmanager
-    async def saved(self, box: Box) -> AsyncIterator[Path]:
-        origin = await self._steps.save(box)
-        try:
-            yield origin
-        finally:
-            await self._steps.disks.discard(origin)
 
     async def set_limits(self, box: Box, limits: Limits) -> None:
         await self._steps.change_limits(box, limits)

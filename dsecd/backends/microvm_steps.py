@@ -44,7 +44,7 @@ class MicrovmSteps:
         self._runs.mkdir(mode=0o700, parents=True, exist_ok=True)
         cgroup.create(site.cgroup_dir)
         self.host = MachineHost(site)
-        self._driver = self.host.driver
+        self.driver = self.host.driver
         self._limits = LimitWriter(site.cgroup_dir, site.state_dir)
         # A boot is work for a processor from its beginning to its end: more at once only get slower.
         self._launches = asyncio.Semaphore(max(2, os.cpu_count() or 1))
@@ -59,7 +59,7 @@ class MicrovmSteps:
         found = {path.name for place in (self.disks.directory, self._runs) for path in place.iterdir()}
         groups = {path.name for path in cgroup.children(self._site.cgroup_dir)}
         found |= {name.removeprefix(_CGROUP_PREFIX) for name in groups if name.startswith(_CGROUP_PREFIX)}
-        return found | self._driver.residents()
+        return found | self.driver.residents()
 
     def cgroup(self, box: Box) -> Path:
         """The cgroup of everything of the box; the monitor is in its child ``run``."""
@@ -69,7 +69,7 @@ class MicrovmSteps:
         return Place(id=box.id, rundir=self._runs / box.id, cgroup=self.cgroup(box) / "run", uid=box.uid_base)
 
     def last_words(self, box: Box) -> str:
-        return self._driver.last_words(self.place(box))
+        return self.driver.last_words(self.place(box))
 
     async def make_rundir(self, box: Box) -> None:
         with translated(f"start '{box.id}'"):
@@ -92,7 +92,7 @@ class MicrovmSteps:
             machine = await in_thread(self._machine, box)
             restore = None if box.origin is None else Snapshot(box.origin / "state", box.origin / "memory")
             async with self._launches:
-                await in_thread(self._driver.start, self.place(box), machine, restore, executor=self._threads)
+                await in_thread(self.driver.start, self.place(box), machine, restore, executor=self._threads)
 
     def _machine(self, box: Box) -> Machine:
         """What it is started as, noted down beside its disk. Blocks. Runs in a thread."""
@@ -111,26 +111,6 @@ class MicrovmSteps:
         machines.note(machine, noted)
         return machine
 
-    async def save(self, box: Box) -> Path:
-        place = self.place(box)
-        if box.link is None:
-            raise errors.SandboxLost(f"fork '{box.id}': its agent does not answer", retryable=True)
-        with translated(f"fork '{box.id}'"):
-            # Commands stand still first, so that a copy is told who it is before any of them goes on.
-            await box.link.machine.freeze(frozen=True)
-            try:
-                await self._driver.pause(place)
-                origin = await in_thread(self.disks.begin_origin, box)
-                try:
-                    await self._driver.save(place, Snapshot(origin / "state", origin / "memory"))
-                except BaseException:
-                    await self.disks.discard(origin)
-                    raise
-            finally:
-                await self._driver.resume(place)
-                await box.link.machine.freeze(frozen=False)
-        return origin
-
     async def end(self, box: Box) -> None:
         """Kill the monitor, wherever its start got to."""
         with translated(f"end '{box.id}'"):
@@ -142,11 +122,11 @@ class MicrovmSteps:
                 hint="delete it again later; its resources stay reserved until then",
             )
         with translated(f"end '{box.id}'"):
-            await in_thread(self._driver.forget, self.place(box))
+            await in_thread(self.driver.forget, self.place(box))
         box.process = None
 
     async def identify_and_connect(self, box: Box) -> None:
-        box.process = self._driver.process(self.place(box))
+        box.process = self.driver.process(self.place(box))
         try:
             await self._connect(box, self._settings.boot_timeout_s)
         except (errors.SandboxLost, errors.Refused) as error:
@@ -171,8 +151,8 @@ class MicrovmSteps:
     async def _connect(self, box: Box, timeout_s: float) -> None:
         with translated(f"connect to the agent of '{box.id}'"):
             if box.origin is not None:
-                await self._driver.resume(self.place(box))
-            sock = await self._driver.dial(self.place(box), timeout_s)
+                await self.driver.resume(self.place(box))
+            sock = await self.driver.dial(self.place(box), timeout_s)
             box.link = await connect_socket(
                 sock, generation=self._site.generation, timeout_s=_GREET_S, on_lost=box.on_link_lost
             )

@@ -239,6 +239,8 @@ class Lifecycle:
         record.intent, record.process = "", None
         if failures:
             state = State.FAILED
+        else:
+            record.snapshot = ""  # from now on it boots from its own disk
         # Only a pause stops its time.
         self._resume_ttl(live)
         try:

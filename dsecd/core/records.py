@@ -40,13 +40,14 @@ class Record:
     boot_id: str = ""
     off: tuple[str, ...] = ()
     profile: str = ""
+    snapshot: str = ""  # whose memory it runs from, until that run ends
 
     def to_wire(self) -> Sandbox:
         return Sandbox.model_construct(
             id=self.id, state=self.state, reason=self.reason, spec=self.spec, layers=self.layers,
             owner_uid=self.owner_uid, created_at=datetime.fromtimestamp(self.created_at, UTC),
             started_at=_utc(self.started_at), expires_at=_utc(self.expires_at), off=self.off,
-            apparmor_profile=self.profile or "unconfined",
+            apparmor_profile=self.profile or "unconfined", snapshot=self.snapshot or None,
         )  # fmt: skip
 
 
@@ -57,7 +58,7 @@ def _utc(at: float | None) -> datetime | None:
 _COLUMNS = (
     "id", "owner_uid", "spec", "layers", "range_index", "created_at", "state", "intent", "reason", "idempotency_key",
     "request_digest", "started_at", "expires_at", "ttl_left_s", "pid", "pid_started", "boot_id", "off",
-    "profile",
+    "profile", "snapshot",
 )  # fmt: skip
 
 _INSERT = f"INSERT INTO sandboxes ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"
@@ -72,7 +73,7 @@ def frozen(record: Record) -> tuple[object, ...]:
         record.created_at, str(record.state), record.intent, record.reason, record.idempotency_key,
         record.request_digest, record.started_at, record.expires_at, record.ttl_left_s,
         process.pid if process else None, process.started if process else None, record.boot_id, json.dumps(record.off),
-        record.profile,
+        record.profile, record.snapshot,
     )  # fmt: skip
 
 
@@ -114,5 +115,5 @@ def _record(row: dict[str, object]) -> Record:
         request_digest=None if row["request_digest"] is None else text("request_digest"),
         started_at=optional("started_at"), expires_at=optional("expires_at"), ttl_left_s=optional("ttl_left_s"),
         process=process, boot_id=text("boot_id"), off=tuple(json.loads(text("off"))),
-        profile=text("profile"),
+        profile=text("profile"), snapshot=text("snapshot"),
     )  # fmt: skip

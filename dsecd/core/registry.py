@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from dsecd.backends.agentlink.link import LinkLost
-from dsecd.backends.base import Backend, Box
+from dsecd.backends.base import Backend, Box, Saves
 from dsecd.core.images.compose import compose
 from dsecd.core.images.store import ImageStore
 from dsecd.core.live import Defaults, Live
@@ -96,8 +96,27 @@ class Registry:
             )
         return live
 
-    def examine(self, request: CreateRequest) -> tuple[list[str], tuple[str, ...]]:
-        """Raise what keeps it from ever being made; else default protections that will be off, and its layers."""
+    def examine(self, request: CreateRequest) -> None:
+        """Raise what keeps it from ever being made."""
+        self._check(request)
+        self._compose(request.spec)
+
+    def saves(self, doing: str, live: Live) -> Saves:
+        """What can save a sandbox as it runs. Raises FeatureMissing where its kind cannot be saved."""
+        if live.backend.saves is None:
+            able = sorted(name for name, backend in self._backends.items() if backend.saves is not None)
+            raise errors.FeatureMissing(
+                f"{doing} '{live.id}': a sandbox of backend '{live.record.spec.backend}' cannot be saved while it runs",
+                hint=f"use backend {' or '.join(able)}", feature=f"{live.record.spec.backend}-snapshot",
+            )  # fmt: skip
+        return live.backend.saves
+
+    def saves_of(self, backend: str) -> Saves | None:
+        """The same for a kind by its name; None when this daemon has none that can."""
+        return self._backends[backend].saves if backend in self._backends else None
+
+    def _check(self, request: CreateRequest) -> list[str]:
+        """Raise what keeps it from being made on this host; else default protections that will be off."""
         spec = request.spec
         backend = self._backends.get(spec.backend)
         if backend is None:
@@ -111,18 +130,25 @@ class Registry:
                 f"create '{request.id}': sandbox exists since {since:%Y-%m-%d %H:%M}",
                 hint=f"choose another id or 'dsecctl rm {request.id}'",
             )
-        return backend.check(spec), self._compose(spec)
+        return backend.check(spec)
 
-    def admit(self, principal: Principal, request: CreateRequest) -> Live:
-        """Reserve id, key and id range; no waiting in here, so equal requests at the same time meet the first one."""
+    def admit(
+        self, principal: Principal, request: CreateRequest, *, layers: tuple[str, ...] | None = None, snapshot: str = ""
+    ) -> Live:
+        """Reserve id, key and id range; no waiting in here, so equal requests at the same time meet the first one.
+
+        ``layers`` are those of what it is a copy of, whatever the names of its images lead to by now.
+        """
         spec = request.spec
-        off, layers = self.examine(request)
+        off = self._check(request)
+        if layers is None:
+            layers = self._compose(spec)
         sandbox_id = request.id or self._new_id()
         now = time.time()
         record = Record(
             id=sandbox_id, owner_uid=principal.uid, spec=spec, layers=layers, range_index=self._ranges.take(),
             created_at=now, intent="create", idempotency_key=request.idempotency_key, request_digest=_digest(request),
-            expires_at=None if spec.ttl_s is None else now + spec.ttl_s, off=tuple(off),
+            expires_at=None if spec.ttl_s is None else now + spec.ttl_s, off=tuple(off), snapshot=snapshot,
         )  # fmt: skip
         return self.enter(record)
 

@@ -5,6 +5,7 @@ Here: SQL only. A step that has been released is never edited: append a new one.
 counts the steps a database has taken. Not here: queries, which live beside the code that asks them.
 """
 
+from dsecd.core import snapshot_records
 from dsecd.core.images import records as images
 
 _BASE = """
@@ -56,4 +57,5 @@ CREATE TABLE sandboxes (
 MIGRATIONS: tuple[str, ...] = (
     _BASE + images.SCHEMA,
     "ALTER TABLE sandboxes ADD COLUMN profile TEXT NOT NULL DEFAULT '';",
+    "ALTER TABLE sandboxes ADD COLUMN snapshot TEXT NOT NULL DEFAULT '';" + snapshot_records.SCHEMA,
 )

@@ -17,6 +17,7 @@ from dsecd.core.image_jobs import ImageJobs
 from dsecd.core.memory import MemoryUse
 from dsecd.core.operations import Operations
 from dsecd.core.sandboxes import Sandboxes
+from dsecd.core.snapshots import Snapshots
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Core:
 
     sandboxes: Sandboxes
     forks: Forks
+    snapshots: Snapshots
     execs: Execs
     files: Files
     images: ImageJobs

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of files with holes.
+"""Files with holes.
 
-What belongs here: copying the data and leaving the holes.  What does not: what the files are.
-lseek(2), "Seeking file data and holes"; copy_file_range(2).
+What belongs here: copying the data and leaving the holes, and telling contents apart.  What does not: what the files
+are.  lseek(2), "Seeking file data and holes"; copy_file_range(2).
 """
 
 import errno
+import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 _PIECE_BYTES = 64 << 20
+_BLOCK_BYTES = 64 << 10
+_ZEROS = bytes(_BLOCK_BYTES)
 
 
 def copy(source: int | Path, target: Path, mode: int = 0o600) -> None:
@@ -35,6 +38,22 @@ def copy(source: int | Path, target: Path, mode: int = 0o600) -> None:
     finally:
         if fd is not source:
             os.close(fd)
+
+
+def digest(fd: int) -> str:
+    """SHA-256 over the size, and over each block of 64 KiB that is not all zeros with its number: the same for the same
+    bytes, whether zeros are holes or written.  Reads no hole.  Blocks.  Raises OSError."""
+    size = os.fstat(fd).st_size
+    total = hashlib.sha256(size.to_bytes(8, "big"))
+    after = 0  # the block that has not been looked at yet
+    for start, end in _data(fd, size):
+        for number in range(max(after, start // _BLOCK_BYTES), -(-end // _BLOCK_BYTES)):
+            block = os.pread(fd, _BLOCK_BYTES, number * _BLOCK_BYTES)
+            after = number + 1
+            if block != _ZEROS[: len(block)]:
+                total.update(number.to_bytes(8, "big"))
+                total.update(block)
+    return total.hexdigest()
 
 
 def _data(fd: int, size: int) -> Iterator[tuple[int, int]]:

@@ -115,11 +115,18 @@ class Driver(Protocol):
         """Let them run; already is fine."""
         ...
 
-    async def save(self, place: Place, target: Snapshot) -> None:
+    async def save(self, place: Place, target: Snapshot) -> Mapping[str, str]:
         """Write state and memory of a machine that stands still, which it still does afterwards.
 
-        The target's files do not exist before; their directory is root's alone.
+        The target's files do not exist before; their directory is root's alone. Returns what ``likeness`` was when
+        the machine was started. A full disk is an OSError that says so.
         """
+        ...
+
+    def likeness(self) -> Mapping[str, str]:
+        """What must be the same for a machine that was saved to be restored by this driver on this host: the monitor,
+        its version, the shape of its machines, the processor. Blocks. Runs in a thread. Raises OSError,
+        proc.ProcessFailed."""
         ...
 
     async def memory(self, place: Place) -> Mapping[str, int]:

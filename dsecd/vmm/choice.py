@@ -74,8 +74,11 @@ class Choice:
     async def resume(self, place: Place) -> None:
         await self._of(place).resume(place)
 
-    async def save(self, place: Place, target: Snapshot) -> None:
-        await self._of(place).save(place, target)
+    async def save(self, place: Place, target: Snapshot) -> Mapping[str, str]:
+        return await self._of(place).save(place, target)
+
+    def likeness(self) -> Mapping[str, str]:
+        return self.chosen().likeness()
 
     async def memory(self, place: Place) -> Mapping[str, int]:
         return await self._of(place).memory(place)

@@ -13,14 +13,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
+import hashlib
+import json
 import os
 import re
+import shutil
 import socket
 from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 
-from dsecd.linux import mechanisms, pidfd, proc, sparse
+from dsecd.linux import cpuinfo, mechanisms, pidfd, proc, sparse
 from dsecd.linux.pidfd import Process
 from dsecd.vmm import cage, port
 from dsecd.vmm.base import ALIGN_BYTES, Machine, Place, Probe, Snapshot, VmmError
@@ -38,6 +42,7 @@ _PANIC = "Kernel panic"
 _CONTROLS = re.compile(r"\x1b\[[0-9;?=]*[A-Za-z]|[\x00-\x1f]")
 _GIB = 1 << 30
 _MEMORY_NAME = "dsec-memory"
+_LIKENESS = "likeness"  # in a machine's directory: what a host must be like that restores it
 _RESTORE = "restore"  # in a machine's directory, a link to the state that it begins with
 _SAVE_SET = 7
 _MIGRATE_POLL_S = 0.01
@@ -45,6 +50,12 @@ _IGNORE_SHARED = [{"capability": "x-ignore-shared", "state": True}]
 
 #: What of a q35 a guest of ours has no use for.
 _MACHINE = "q35,smm=off,vmport=off,sata=off,smbus=off,usb=off,graphics=off,hpet=off,i8042=off,memory-backend=ram"
+_DEVICES = (
+    "-object", "rng-random,id=entropy,filename=/dev/urandom", "-device", "virtio-rng-pci,rng=entropy",
+    # Its number changes with every restored copy, at which the guest's kernel draws new random numbers.
+    "-device", "vmgenid,guid=auto",
+    "-device", "virtio-balloon-pci,id=balloon,free-page-reporting=on",
+)  # fmt: skip
 _SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
 #: reboot=t: the guest ends by a triple fault, at which QEMU, told not to reboot, ends too.
 _CMDLINE = f"console=ttyS0 quiet panic=-1 reboot=t random.trust_cpu=1 dsec.port={_PORT}"
@@ -63,15 +74,29 @@ class Qemu:
         self._cage.prepare()
         self._asked = accelerator
         self._consoles: dict[str, int] = {}
+        #: What marked the program when it was asked, and what it said.
+        self._version: tuple[tuple[int, int], str] | None = None
 
     def probe(self) -> Probe:
         try:
-            done = proc.run_blocking([PROGRAM, "--version"], timeout_s=20)
+            version = _version()
         except (OSError, proc.ProcessFailed) as error:
             return Probe(works=False, detail=str(error))
-        version = re.search(rb"version (\S+)", done.stdout)
-        text = version[1].decode() if version else "of unknown version"
-        return Probe(works=True, detail=f"QEMU {text} with {self._accelerator()}")
+        return Probe(works=True, detail=f"QEMU {version} with {self._accelerator()}")
+
+    def likeness(self) -> Mapping[str, str]:
+        return self._likeness(self._accelerator())
+
+    def _likeness(self, accelerator: str) -> Mapping[str, str]:
+        status = os.stat(shutil.which(PROGRAM) or PROGRAM)
+        mark = (status.st_ino, status.st_mtime_ns)
+        if self._version is None or self._version[0] != mark:
+            self._version = (mark, _version())
+        shape = hashlib.sha256("\n".join(_shape(accelerator)).encode()).hexdigest()[:16]
+        return {
+            "monitor": self.name, "version": self._version[1], "accelerator": accelerator, "machine": shape,
+            **(cpuinfo.likeness() if accelerator == "kvm" else {"cpu": "emulated"}),
+        }  # fmt: skip
 
     def _accelerator(self) -> str:
         """What to run guests with. Blocks."""
@@ -94,6 +119,7 @@ class Qemu:
             os.chown(machine.disk, place.uid, place.uid)
         argv = [PROGRAM, *arguments(place.id, machine, accelerator, restoring=restore is not None)]
         (place.rundir / "key").write_bytes(os.urandom(port.KEY_BYTES) if restore is None else _key_of(restore))
+        (place.rundir / _LIKENESS).write_text(json.dumps(self._likeness(accelerator)))
         with contextlib.ExitStack() as stack:
             agent = stack.enter_context(_listening(place, "agent"))
             control = stack.enter_context(_listening(place, "control"))
@@ -177,7 +203,7 @@ class Qemu:
                 await _load(qmp, place)
             await qmp.execute("cont")
 
-    async def save(self, place: Place, target: Snapshot) -> None:
+    async def save(self, place: Place, target: Snapshot) -> Mapping[str, str]:
         process = self.process(place)
         if process is None:
             raise VmmError("save: the virtual machine has ended")
@@ -193,6 +219,11 @@ class Qemu:
             await qmp.execute("remove-fd", **{"fdset-id": _SAVE_SET})
         await asyncio.to_thread(sparse.copy, Path(f"/proc/{process.pid}/fd/{_MEMORY_FD}"), target.memory, 0o444)
         target.state.with_name("key").write_bytes((place.rundir / "key").read_bytes())
+        # A machine that an older dsecd started is like none of now.
+        with contextlib.suppress(FileNotFoundError):
+            noted: Mapping[str, str] = json.loads((place.rundir / _LIKENESS).read_text())
+            return noted
+        return {"monitor": self.name, "version": "unknown"}
 
     async def memory(self, place: Place) -> Mapping[str, int]:
         async with self._control(place) as qmp:
@@ -214,12 +245,14 @@ def arguments(name: str, machine: Machine, accelerator: str, *, restoring: bool 
         *_layers(machine),
         *_disk(machine),
         *_kernel(machine, accelerator),
-        "-object", "rng-random,id=entropy,filename=/dev/urandom", "-device", "virtio-rng-pci,rng=entropy",
-        # Its number changes with every restored copy, at which the guest's kernel draws new random numbers.
-        "-device", "vmgenid,guid=auto",
-        "-device", "virtio-balloon-pci,id=balloon,free-page-reporting=on",
+        *_DEVICES,
         *(["-incoming", "defer"] if restoring else []),
     ]  # fmt: skip
+
+
+def _shape(accelerator: str) -> list[str]:
+    """What all machines have in common: one that was saved with another is another machine."""
+    return [_MACHINE, *_processor(accelerator), *_channels(), *_DEVICES]
 
 
 def _processor(accelerator: str) -> list[str]:
@@ -285,6 +318,12 @@ def _kernel(machine: Machine, accelerator: str) -> list[str]:
 # --- parts ------------------------------------------------------------------------------------------------------------
 
 
+def _version() -> str:
+    """Of the program. Blocks. Raises OSError, proc.ProcessFailed."""
+    found = re.search(rb"version (\S+)", proc.run_blocking([PROGRAM, "--version"], timeout_s=20).stdout)
+    return found[1].decode("ascii", "replace") if found else "of unknown version"
+
+
 def balloon_statistics(answer: object) -> dict[str, int]:
     """The figures of the balloon device by Linux's names; those that the guest does not report are left out."""
     if not isinstance(answer, dict) or not answer.get("last-update"):
@@ -318,7 +357,10 @@ async def _migrated(qmp: Qmp) -> None:
         if answer.get("status") == "completed":
             return
         if answer.get("status") in ("failed", "cancelled"):
-            raise VmmError(f"snapshot: {str(answer.get('error-desc', 'failed'))[:300]}")
+            said = str(answer.get("error-desc", "failed"))[:300]
+            if os.strerror(errno.ENOSPC) in said:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise VmmError(f"snapshot: {said}")
         await asyncio.sleep(_MIGRATE_POLL_S)
 
 

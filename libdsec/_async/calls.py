@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from libdsec import connection as c
+from libdsec import snapshots as snap
 from libdsec import types as t
 from libdsec._async.primitives import WebSocket
 from libdsec._async.transport import AsyncTransport
@@ -217,7 +218,7 @@ class AsyncSandboxCalls(AsyncTransport):
 
     async def fork(self, id: str, *, count: int = 1, ids: Sequence[str] = ()) -> t.SandboxList:
         """Copy a running sandbox with all that runs in it, or make no copy: see ``AsyncSandbox.fork``."""
-        request = c.build(t.ForkRequest, "", count=count, ids=tuple(ids))
+        request = c.build(snap.ForkRequest, "", count=count, ids=tuple(ids))
         return c.parse(t.SandboxList, await self.request("fork", body=request, id=id), "fork")
 
     async def pause(self, id: str) -> t.Sandbox:
@@ -232,6 +233,41 @@ class AsyncSandboxCalls(AsyncTransport):
         """Wait until it is in one of the states. Raises TimedOut after ``wait_s`` (at most 300)."""
         data = await self.request("wait", query={"state": state, "wait_s": wait_s}, id=id)
         return c.parse(t.Sandbox, data, "wait")
+
+
+class AsyncSnapshotCalls(AsyncTransport):
+    """Snapshots with names."""
+
+    async def snapshot_create(self, sandbox: str, id: str) -> snap.Snapshot:
+        """Save a sandbox that runs or is paused, with memory and files; it goes on. See ``AsyncSandbox.snapshot``."""
+        data = await self.request("snapshot_create", body=c.build(snap.SnapshotRequest, "", id=id), id=sandbox)
+        return c.parse(snap.Snapshot, data, "snapshot_create")
+
+    async def snapshots(self) -> snap.SnapshotList:
+        """All snapshots that the caller may see."""
+        return c.parse(snap.SnapshotList, await self.request("snapshots"), "snapshots")
+
+    async def snapshot_inspect(self, id: str) -> snap.Snapshot:
+        """One snapshot, and the sandboxes that run from it."""
+        return c.parse(snap.Snapshot, await self.request("snapshot_inspect", id=id), "snapshot_inspect")
+
+    async def snapshot_remove(self, id: str) -> None:
+        """Remove one. Raises NotFound, and Conflict while sandboxes run from it."""
+        await self.request("snapshot_remove", id=id)
+
+    async def clone(
+        self,
+        snapshot: str,
+        *,
+        count: int = 1,
+        ids: Sequence[str] = (),
+        labels: Mapping[str, str] | None = None,
+        ttl_s: float | None = None,
+    ) -> t.SandboxList:
+        """Create sandboxes that begin as a snapshot is, or create none: see ``AsyncSandbox.from_snapshot``."""
+        given = None if labels is None else dict(labels)
+        request = c.build(snap.CloneRequest, "", count=count, ids=tuple(ids), labels=given, ttl_s=ttl_s)
+        return c.parse(t.SandboxList, await self.request("clone", body=request, id=snapshot), "clone")
 
 
 class AsyncExecCalls(AsyncTransport):

@@ -16,12 +16,15 @@ from libdsec._async.calls import (
     AsyncHostCalls,
     AsyncImageCalls,
     AsyncSandboxCalls,
+    AsyncSnapshotCalls,
 )
 from libdsec._async.files import AsyncTransfers
 from libdsec.errors import BackendFailed, from_wire
 
 
-class AsyncClient(AsyncHostCalls, AsyncSandboxCalls, AsyncExecCalls, AsyncTransfers, AsyncImageCalls):
+class AsyncClient(
+    AsyncHostCalls, AsyncSandboxCalls, AsyncSnapshotCalls, AsyncExecCalls, AsyncTransfers, AsyncImageCalls
+):
     """All of the daemon's API over its Unix socket: one method per route, named as the route.
 
     Close it, or use it in a ``with`` block. ``socket`` defaults to $DSEC_SOCKET, then /run/dsec/dsecd.sock.

@@ -31,6 +31,7 @@ from libdsec.options import (
     pieces,
     settle,
 )
+from libdsec.snapshots import Snapshot
 
 #: Input up to this much travels in the request itself.
 BUFFERED_STDIN_BYTES = 4 << 20
@@ -226,6 +227,29 @@ class AsyncSandbox(AsyncLife, AsyncFiles):
         """
         made = (await self.client.fork(self.id, count=count, ids=ids)).sandboxes
         return [await type(self).get(one.id, client=self.client) for one in made]
+
+    async def snapshot(self, name: str) -> Snapshot:
+        """Save it under a name as it runs or is paused, with memory and files; it goes on afterwards.
+
+        Raises FeatureMissing where its backend cannot, AlreadyExists, WrongState, NoCapacity; then nothing is left.
+        """
+        return await self.client.snapshot_create(self.id, name)
+
+    @classmethod
+    async def from_snapshot(
+        cls, name: str, count: int = 1, *, ids: Sequence[str] = (), client: AsyncClient | None = None
+    ) -> list[Self]:
+        """Sandboxes that begin as a snapshot is, as with ``fork``: all or none, and whose ``delete`` is the caller's.
+
+        Raises NotFound, FeatureMissing with what differs when this host is another than the snapshot needs.
+        """
+        own = client or AsyncClient()
+        try:
+            made = (await own.clone(name, count=count, ids=ids)).sandboxes
+        finally:
+            if client is None:
+                await own.close()
+        return [await cls.get(one.id, client=client) for one in made]
 
     async def create(self) -> Self:
         """Create it, unless it is. Raises InvalidSpec, NotFound (image), NoCapacity, FeatureMissing, BackendFailed."""

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from libdsec import connection as c
+from libdsec import snapshots as snap
 from libdsec import types as t
 from libdsec._sync.primitives import WebSocket
 from libdsec._sync.transport import Transport
@@ -218,7 +219,7 @@ class SandboxCalls(Transport):
 
     def fork(self, id: str, *, count: int = 1, ids: Sequence[str] = ()) -> t.SandboxList:
         """Copy a running sandbox with all that runs in it, or make no copy: see ``Sandbox.fork``."""
-        request = c.build(t.ForkRequest, "", count=count, ids=tuple(ids))
+        request = c.build(snap.ForkRequest, "", count=count, ids=tuple(ids))
         return c.parse(t.SandboxList, self.request("fork", body=request, id=id), "fork")
 
     def pause(self, id: str) -> t.Sandbox:
@@ -233,6 +234,41 @@ class SandboxCalls(Transport):
         """Wait until it is in one of the states. Raises TimedOut after ``wait_s`` (at most 300)."""
         data = self.request("wait", query={"state": state, "wait_s": wait_s}, id=id)
         return c.parse(t.Sandbox, data, "wait")
+
+
+class SnapshotCalls(Transport):
+    """Snapshots with names."""
+
+    def snapshot_create(self, sandbox: str, id: str) -> snap.Snapshot:
+        """Save a sandbox that runs or is paused, with memory and files; it goes on. See ``Sandbox.snapshot``."""
+        data = self.request("snapshot_create", body=c.build(snap.SnapshotRequest, "", id=id), id=sandbox)
+        return c.parse(snap.Snapshot, data, "snapshot_create")
+
+    def snapshots(self) -> snap.SnapshotList:
+        """All snapshots that the caller may see."""
+        return c.parse(snap.SnapshotList, self.request("snapshots"), "snapshots")
+
+    def snapshot_inspect(self, id: str) -> snap.Snapshot:
+        """One snapshot, and the sandboxes that run from it."""
+        return c.parse(snap.Snapshot, self.request("snapshot_inspect", id=id), "snapshot_inspect")
+
+    def snapshot_remove(self, id: str) -> None:
+        """Remove one. Raises NotFound, and Conflict while sandboxes run from it."""
+        self.request("snapshot_remove", id=id)
+
+    def clone(
+        self,
+        snapshot: str,
+        *,
+        count: int = 1,
+        ids: Sequence[str] = (),
+        labels: Mapping[str, str] | None = None,
+        ttl_s: float | None = None,
+    ) -> t.SandboxList:
+        """Create sandboxes that begin as a snapshot is, or create none: see ``Sandbox.from_snapshot``."""
+        given = None if labels is None else dict(labels)
+        request = c.build(snap.CloneRequest, "", count=count, ids=tuple(ids), labels=given, ttl_s=ttl_s)
+        return c.parse(t.SandboxList, self.request("clone", body=request, id=snapshot), "clone")
 
 
 class ExecCalls(Transport):

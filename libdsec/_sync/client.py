@@ -17,12 +17,15 @@ from libdsec._sync.calls import (
     HostCalls,
     ImageCalls,
     SandboxCalls,
+    SnapshotCalls,
 )
 from libdsec._sync.files import Transfers
 from libdsec.errors import BackendFailed, from_wire
 
 
-class Client(HostCalls, SandboxCalls, ExecCalls, Transfers, ImageCalls):
+class Client(
+    HostCalls, SandboxCalls, SnapshotCalls, ExecCalls, Transfers, ImageCalls
+):
     """All of the daemon's API over its Unix socket: one method per route, named as the route.
 
     Close it, or use it in a ``with`` block. ``socket`` defaults to $DSEC_SOCKET, then /run/dsec/dsecd.sock.

@@ -28,6 +28,7 @@ from dsecd.core.services import Core
 from dsecd.core.store import Store
 from dsecd.core.tasks import Tasks
 from libdsec import memory as m
+from libdsec import snapshots as snap
 from libdsec import types as t
 from libdsec.errors import NotFound
 from libdsec.routes import ROUTES, Route
@@ -90,7 +91,7 @@ class FakeSandboxes:
     async def stop(self, principal: Principal, sandbox_id: str, request: t.StopRequest) -> t.Sandbox:
         return await self._answer("stop", principal, sandbox_id, request)
 
-    async def fork(self, principal: Principal, sandbox_id: str, request: t.ForkRequest) -> t.SandboxList:
+    async def fork(self, principal: Principal, sandbox_id: str, request: snap.ForkRequest) -> t.SandboxList:
         return t.SandboxList(sandboxes=(await self._answer("fork", principal, sandbox_id, request),))
 
     async def pause(self, principal: Principal, sandbox_id: str) -> t.Sandbox:
@@ -236,6 +237,11 @@ class FakeImages:
         return ()
 
 
+class FakeSnapshots:
+    def list(self, _principal: Principal) -> snap.SnapshotList:
+        return snap.SnapshotList(snapshots=())
+
+
 class FakeMemory:
     """Answers with what it was asked for as the names of sandboxes."""
 
@@ -286,6 +292,7 @@ async def serving(
     fakes = {
         "sandboxes": sandboxes,
         "forks": sandboxes,
+        "snapshots": FakeSnapshots(),
         "execs": execs,
         "files": files,
         "images": FakeImages(),

@@ -13,10 +13,7 @@ import shutil
 import struct
 import tempfile
 import threading
-from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -29,7 +26,6 @@ from libdsec import types as t
 from libdsec.errors import (
     AlreadyExists,
     BackendFailed,
-    Conflict,
     DsecError,
     NotFound,
     Refused,
@@ -39,69 +35,11 @@ from libdsec.errors import (
 from libdsec.frames import Extents, extent, output_frame
 from libdsec.routes import ROUTES, Route
 from tests.support.fake_commands import Exec, run
-
-NOW = datetime(2026, 3, 1, 10, 12, tzinfo=UTC)
-EXTENTS = "application/x-dsec-extents"
-IMAGE = t.ImageInfo(
-    digest="sha256:" + "ab" * 32,
-    names=("debian:trixie",),
-    source="mmdebstrap trixie",
-    created_at=NOW,
-    entries=9000,
-    size_bytes=180 << 20,
-    metadata_bytes=2 << 20,
-)
+from tests.support.fake_copies import Copies
+from tests.support.fake_state import EXTENTS, IMAGE, NOW, Box, State
 
 
-@dataclass
-class Box:
-    """One sandbox."""
-
-    info: t.Sandbox
-    execs: dict[str, Exec] = field(default_factory=dict)
-    files: dict[str, dict[str, Any]] = field(default_factory=dict)
-    parts: dict[str, bytearray] = field(default_factory=dict)
-
-
-class _State:
-    """What the daemon knows and the faults it is to make."""
-
-    def __init__(self) -> None:
-        self.boxes: dict[str, Box] = {}
-        self.keys: dict[str, tuple[t.CreateRequest, str]] = {}
-        self.imports: list[t.ImportRequest] = []
-        self.faults: defaultdict[str, list[str | DsecError | None]] = defaultdict(list)
-        self.seen: list[tuple[str, dict[str, Any]]] = []
-        self.started = 0
-        #: After how many bytes of output each of the next exec connections breaks.
-        self.stream_cuts: list[int] = []
-        #: After how many bytes each of the next uploads or downloads breaks.
-        self.body_cuts: list[int] = []
-        self.acknowledge_stdin = False
-        self.images: list[t.ImageInfo] = [IMAGE]
-        self.events: list[t.Event] = []
-        self.connections = 0
-
-    @staticmethod
-    def _break(request: web.Request) -> web.Response:
-        if request.transport is not None:
-            request.transport.abort()
-        return web.Response()
-
-    def _box(self, request: web.Request) -> Box:
-        id = request.match_info["id"]
-        if id not in self.boxes:
-            raise NotFound(f"look up '{id}': no such sandbox")
-        return self.boxes[id]
-
-    def _operation(self, id: str, state: t.OperationState, result: Any = None) -> t.Operation:
-        return t.Operation(
-            id=id, kind="image-import", state=state, owner_uid=0, created_at=NOW, result=result,
-            progress={"phase": "reading", "bytes_done": 50, "bytes_total": 100, "entries": 3},
-        )  # fmt: skip
-
-
-class _Host(_State):
+class _Host(State):
     """Routes about host, operations, events."""
 
     async def on_openapi(self, request: web.Request) -> dict[str, Any]:
@@ -183,34 +121,11 @@ class _Host(_State):
         return socket
 
 
-class _Sandboxes(_State):
+class _Sandboxes(State):
     """Routes about sandboxes."""
 
     async def on_create(self, request: web.Request) -> t.Sandbox:
         return self.make(t.CreateRequest.model_validate_json(await request.read()))
-
-    def make(self, wanted: t.CreateRequest) -> t.Sandbox:
-        if wanted.idempotency_key in self.keys:
-            first, id = self.keys[wanted.idempotency_key]
-            if first != wanted:
-                raise Conflict(f"create with key '{wanted.idempotency_key}': the key was used with another request")
-            return self.boxes[id].info
-        if wanted.spec.image == "nothing":
-            raise NotFound("create: no image 'nothing'")
-        id = wanted.id or f"fake{len(self.boxes)}"
-        if id in self.boxes:
-            raise AlreadyExists(f"create '{id}': sandbox exists since 2026-03-01 10:12", hint=f"'dsecctl rm {id}'")
-        info = t.Sandbox(
-            id=id, state=t.State.RUNNING, spec=wanted.spec, owner_uid=0, created_at=NOW, started_at=NOW
-        )
-        self.boxes[id] = Box(info)
-        self.boxes[id].files["/"] = {"type": "directory", "mode": 0o755}
-        if wanted.spec.command is not None:
-            main = t.ExecRequest(argv=wanted.spec.command, exec_id="main")
-            self.boxes[id].execs["main"] = run(main, None)
-        if wanted.idempotency_key:
-            self.keys[wanted.idempotency_key] = (wanted, id)
-        return info
 
     async def on_create_batch(self, request: web.Request) -> t.Operation:
         for item in t.BatchCreateRequest.model_validate_json(await request.read()).items:
@@ -297,10 +212,6 @@ class _Sandboxes(_State):
     async def on_start(self, request: web.Request) -> t.Sandbox:
         return self._move(request, t.State.RUNNING, t.State.STOPPED)
 
-    async def on_fork(self, request: web.Request) -> t.SandboxList:
-        copy = self._box(request).info.model_copy(update={"id": "copy"})
-        return t.SandboxList(sandboxes=(copy,))
-
     async def on_pause(self, request: web.Request) -> t.Sandbox:
         return self._move(request, t.State.PAUSED, t.State.RUNNING)
 
@@ -314,7 +225,7 @@ class _Sandboxes(_State):
         return box.info
 
 
-class _Execs(_State):
+class _Execs(State):
     """Routes about execs."""
 
     def _exec(self, request: web.Request) -> Exec:
@@ -460,7 +371,7 @@ class _Execs(_State):
             await command.changed.wait()
 
 
-class _Files(_State):
+class _Files(State):
     """Routes about files."""
 
     def _file(self, request: web.Request) -> tuple[str, dict[str, Any]]:
@@ -574,7 +485,7 @@ class _Files(_State):
         return response
 
 
-class _Images(_State):
+class _Images(State):
     """Routes about images."""
 
     async def on_images(self, request: web.Request) -> t.ImageList:
@@ -601,7 +512,7 @@ class _Images(_State):
         return {}
 
 
-class FakeDaemon(_Host, _Sandboxes, _Execs, _Files, _Images):
+class FakeDaemon(_Host, _Sandboxes, Copies, _Execs, _Files, _Images):
     """``with FakeDaemon() as daemon``: listens on ``daemon.socket`` until the block ends.
 
     ``faults[route]`` is a list of what happens to its next requests: ``"lose"`` drops one unread, ``"cut"`` does it and

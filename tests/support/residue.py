@@ -59,7 +59,8 @@ def cgroups(directory: Path) -> list[str]:
 
 def files(state: Path, runtime: Path) -> list[str]:
     """Directories and sockets that belong to single sandboxes, and halves of imports."""
-    places = [state / name for name in ("sandboxes", "trash", "vms", "trash-vms", "origins", "jails", "images/staging")]
+    names = ("sandboxes", "trash", "vms", "trash-vms", "origins", "snapshots", "trash-snapshots", "jails")
+    places = [state / name for name in (*names, "images/staging")]
     places += [runtime / name for name in ("sandboxes", "agents", "crun", "vms", "crun-vm", "launch", "compose")]
     entries = [entry for place in places if place.is_dir() for entry in sorted(place.iterdir())]
     # crun keeps compiled seccomp filters in .cache, for all containers.

@@ -96,7 +96,7 @@ def test_every_command_has_help_with_an_example_that_parses() -> None:
 def test_everything_asked_for_exists() -> None:
     wanted = (
         "run create exec ps inspect stats cp logs stop start rm pause resume wait update events host doctor api ops "
-        "mem attach image completion kill execs net forward fork"
+        "mem attach image completion kill execs net forward fork snapshot"
     )
     assert set(COMMANDS) == set(wanted.split())
     image = cli.get_command(click.Context(cli), "image")
@@ -112,6 +112,7 @@ def test_help_works_everywhere(daemon: FakeDaemon) -> None:
     assert daemon.seen == []
 
 
+_SNAPSHOTS = {"ls": (), "inspect": ("warm",), "rm": ("warm",)}
 JSON_CALLS: dict[str, tuple[str, ...]] = {
     "run": ("run", "debian:trixie", "--", "echo", "hi"),
     "create": ("create", "--name", "n1", "debian:trixie"),
@@ -129,12 +130,11 @@ JSON_CALLS: dict[str, tuple[str, ...]] = {
     "stats": ("stats", "web"),
     "update": ("update", "web", "--label", "a=b"),
     "fork": ("fork", "--count", "2", "web"),
-    "pause": ("pause", "web"),
-    "resume": ("resume", "web"),
-    "stop": ("stop", "web"),
-    "start": ("start", "web"),
+    **{name: (name, "web") for name in ("pause", "resume", "stop", "start")},
     "wait": ("wait", "--state", "running", "web"),
     "rm": ("rm", "web"),
+    "snapshot create": ("snapshot", "create", "web", "warm"),
+    **{f"snapshot {name}": ("snapshot", name, *names) for name, names in _SNAPSHOTS.items()},
     "image ls": ("image", "ls"),
     "image inspect": ("image", "inspect", "debian:trixie"),
     "image import": ("image", "import", "/some.tar", "x:1"),

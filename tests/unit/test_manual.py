@@ -13,6 +13,8 @@ from dsecd.config import Config
 
 ROOT = Path(__file__).resolve().parents[2]
 MAN = ROOT / "docs" / "man"
+#: Commands of commands.
+_GROUPS = ("image", "snapshot")
 
 
 def rendered(name: str) -> str:
@@ -39,10 +41,10 @@ def test_pages_render_without_a_warning(name: str) -> None:
 
 def test_every_command_has_its_section_and_example() -> None:
     text = rendered("dsecctl.1")
-    for name in (name for group in GROUPS.values() for name in group if name != "image"):
+    for name in (name for group in GROUPS.values() for name in group if name not in _GROUPS):
         assert re.search(rf"^ +{name}$", text, re.MULTILINE), name
         assert f"dsecctl {name}" in text
-    assert text.count("Example:") == len([name for group in GROUPS.values() for name in group]) - 1 + 7
+    assert text.count("Example:") == len([name for group in GROUPS.values() for name in group]) - 2 + 7 + 4
 
 
 def test_every_setting_is_explained() -> None:

@@ -17,7 +17,8 @@ from libdsec.errors import AlreadyExists, ConnectionFailed, InfraError, InvalidS
 from libdsec.frames import Cursor, Extents, Lines, extent
 from libdsec.local import escapes
 from tests.support.fake_commands import pattern
-from tests.support.fake_daemon import Box, FakeDaemon
+from tests.support.fake_daemon import FakeDaemon
+from tests.support.fake_state import Box
 
 MIB = 1 << 20
 

@@ -44,7 +44,9 @@ MAY_IMPORT = {
     "dsecd": ("dsecd.api", "dsecd.core", "dsecd.backends", "dsecd.dns", "dsecd.vmm", "dsecd.linux", "libdsec.*"),
 }
 #: The part of libdsec that the daemon may use: never its clients.
-CONTRACT = ("libdsec.types", "libdsec.errors", "libdsec.routes", "libdsec.network", "libdsec.memory")
+CONTRACT = (
+    "libdsec.types", "libdsec.errors", "libdsec.routes", "libdsec.network", "libdsec.memory", "libdsec.snapshots",
+)  # fmt: skip
 
 
 def layer_of(name: str) -> str | None:

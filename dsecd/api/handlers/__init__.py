@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import ModuleType
 
-from dsecd.api.handlers import execs, files, images, sandboxes, system
+from dsecd.api.handlers import execs, files, images, sandboxes, snapshots, system
 from dsecd.api.router import Handler
 
-_MODULES: tuple[ModuleType, ...] = (system, sandboxes, execs, files, images)
+_MODULES: tuple[ModuleType, ...] = (system, sandboxes, snapshots, execs, files, images)
 
 
 def _collect() -> Mapping[str, Handler]:

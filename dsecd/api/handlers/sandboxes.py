@@ -82,10 +82,6 @@ async def start(call: Call) -> BaseModel:
     return await call.core.sandboxes.start(call.principal, call.id, wait_s)
 
 
-async def fork(call: Call) -> BaseModel:
-    return await call.core.forks.fork(call.principal, call.id, call.json(t.ForkRequest))
-
-
 async def pause(call: Call) -> BaseModel:
     return await call.core.sandboxes.pause(call.principal, call.id)
 
@@ -107,8 +103,7 @@ HANDLERS: Mapping[str, Handler] = {
     **{
         handler.__name__: handler
         for handler in (
-            create, create_batch, inspect, usage, network, forward, update, delete, stop, start, pause, resume,
-            fork, wait,
+            create, create_batch, inspect, usage, network, forward, update, delete, stop, start, pause, resume, wait,
         )
     },
 }

@@ -20,7 +20,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
-from dsecd.linux import cgroup, mountns, pidfd, proc, syscalls
+from dsecd.linux import cgroup, cpuinfo, mountns, pidfd, proc, syscalls
 from dsecd.linux.mechanisms import by_name
 from dsecd.linux.pidfd import Process
 from dsecd.vmm.base import Machine, Place, Probe, Snapshot
@@ -118,7 +118,8 @@ class Firecracker:
                 for request in requests(machine, version):
                     await api.send(request)
             except FirecrackerError as error:
-                raise StartFailed(f"start '{place.id}'", f"{error}{self._dying_words(place)}", error.hint) from error
+                why = f"{error}{_dying_words(self._jail(place))}"
+                raise StartFailed(f"start '{place.id}'", why, error.hint) from error
 
     async def _await_api(self, place: Place) -> models.Version:
         """Which release answers.  A process has to appear within moments: the jailer has ended by now."""
@@ -133,7 +134,7 @@ class Firecracker:
                 if gone or time.monotonic() > deadline:
                     why = "ended before its API answered" if gone else f"no API after {_START_TIMEOUT_S:g} s: {error}"
                     raise StartFailed(
-                        f"start '{place.id}'", f"firecracker {why}{self._dying_words(place)}",
+                        f"start '{place.id}'", f"firecracker {why}{_dying_words(self._jail(place))}",
                         "run 'dsecctl doctor': it tries Firecracker and KVM",
                     ) from error  # fmt: skip
             await asyncio.sleep(pause_s)
@@ -177,10 +178,6 @@ class Firecracker:
     def _jail(self, place: Place) -> Jail:
         return Jail(self._jails / place.id, place.id, place.uid, self._programs)
 
-    def _dying_words(self, place: Place) -> str:
-        words = self._jail(place).tail(jail.LOG)
-        return f"; last line: {words.splitlines()[-1]}" if words else ""
-
     @contextlib.asynccontextmanager
     async def _api(self, place: Place) -> AsyncIterator[Api]:
         process = self.process(place)
@@ -200,7 +197,7 @@ class Firecracker:
         while True:
             process, left_s = self.process(place), deadline - time.monotonic()
             if process is None:
-                words = self._dying_words(place)
+                words = _dying_words(self._jail(place))
                 raise ConnectionResetError(errno.ECONNRESET, f"firecracker of '{place.id}' ended{words}")
             try:
                 with self._jail(place).opened() as root:
@@ -230,11 +227,15 @@ class Firecracker:
         }  # fmt: skip
         return {name: value for name, value in told.items() if value is not None}
 
-    async def save(self, place: Place, target: Snapshot) -> None:
+    def likeness(self) -> Mapping[str, str]:
+        return {"monitor": self.name, "version": install.check(self._programs), **cpuinfo.likeness()}
+
+    async def save(self, place: Place, target: Snapshot) -> Mapping[str, str]:
         home = self._jail(place)
         await asyncio.to_thread(home.lend, _LENT)
         try:
             async with self._api(place) as api:
+                version = await api.version()
                 if (await api.get(models.InstanceInfo)).state != "Paused":
                     raise BadSnapshot(f"save '{place.id}'", "it is running", "pause it first")
                 request = models.SnapshotCreate(f"/{_LENT}/{jail.STATE}", f"/{_LENT}/{jail.MEMORY}")
@@ -242,6 +243,7 @@ class Firecracker:
             await asyncio.to_thread(_take, place, home, target)
         finally:
             await asyncio.to_thread(home.drop, _LENT)
+        return {"monitor": self.name, "version": models.version_text(version), **cpuinfo.likeness()}
 
 
 def _take(place: Place, home: Jail, target: Snapshot) -> None:
@@ -261,6 +263,11 @@ def _take(place: Place, home: Jail, target: Snapshot) -> None:
         if isinstance(error, OSError) and not isinstance(error, FirecrackerError):
             raise BadSnapshot(f"save '{place.id}'", str(error)) from error
         raise
+
+
+def _dying_words(home: Jail) -> str:
+    words = home.tail(jail.LOG)
+    return f"; last line: {words.splitlines()[-1]}" if words else ""
 
 
 def _uid_of(pid: int) -> int | None:
