@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from types import FrameType
 from typing import Any
 
 import click
 
 from dsecctl.app import App
 from dsecctl.commands import COMMANDS, GROUPS
+from dsecctl.interrupts import end_in_order
+from dsecctl.output import printable
 from libdsec import __version__
 from libdsec.errors import DsecError, ExecNotStarted, ExecTimeout
 
@@ -98,14 +98,8 @@ def cli(ctx: click.Context, *, socket: str | None, as_json: bool, quiet: bool) -
 
 def main() -> None:
     """Entry point."""
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _leave)
+    end_in_order()
     cli()
-
-
-def _leave(number: int, _frame: FrameType | None) -> None:
-    """End by way of every ``finally``: a sandbox that was made for one command goes with it."""
-    sys.exit(128 + number)
 
 
 # --- failures ----------------------------------------------------------------------------------------------------
@@ -171,6 +165,7 @@ def _help_hint(exc: click.ClickException) -> str | None:
 
 
 def _say(message: str, hint: str | None) -> None:
-    click.echo(f"dsecctl: {message}", err=True)
+    """What failed, in which a sandbox, an image or an argument may have a word: it must not drive the terminal."""
+    click.echo(f"dsecctl: {printable(message)}", err=True)
     if hint:
-        click.echo(f"(hint: {hint})", err=True)
+        click.echo(f"(hint: {printable(hint)})", err=True)

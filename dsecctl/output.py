@@ -61,6 +61,11 @@ def one_line(text: str) -> str:
     return "".join(char if char.isprintable() else "?" for char in text)
 
 
+def printable(text: str) -> str:
+    """The same for text of several lines."""
+    return "\n".join(one_line(line.expandtabs(4)) for line in text.split("\n"))
+
+
 def size(count: int) -> str:
     """Bytes for people."""
     value = float(count)
@@ -105,7 +110,7 @@ def collect(names: Sequence[str], action: Callable[[str], R]) -> tuple[list[R], 
             results.append(action(name))
         except DsecError as exc:
             if failure is not None:
-                click.echo(f"dsecctl: {exc.message}", err=True)
+                click.echo(f"dsecctl: {printable(exc.message)}", err=True)
             failure = failure or exc
     return results, failure
 

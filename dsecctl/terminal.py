@@ -21,6 +21,7 @@ from typing import Any
 
 import click
 
+from dsecctl.interrupts import heeded
 from libdsec import ExecStream
 from libdsec import types as t
 from libdsec.errors import DsecError
@@ -28,7 +29,6 @@ from libdsec.frames import StreamName
 
 #: ctrl-p ctrl-q leaves the command running, as elsewhere.
 DETACH_KEYS = b"\x10\x11"
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _QUIT = 0
 
 
@@ -138,7 +138,7 @@ class Attachment:
         def handler(number: int, _frame: FrameType | None) -> None:
             self._wake(number)
 
-        numbers = [*_FORWARDED, *([signal.SIGWINCH] if self._terminal else [])]
+        numbers = [*heeded(), signal.SIGQUIT, *([signal.SIGWINCH] if self._terminal else [])]
         before = {number: signal.signal(number, handler) for number in numbers}
         try:
             yield
@@ -184,13 +184,14 @@ def write_out(name: StreamName, data: bytes) -> None:
 
 
 def _terminal_size() -> tuple[int, int]:
-    """Rows and columns of the terminal we are on: what it says itself, whatever COLUMNS and LINES are."""
+    """Rows and columns of the terminal we are on, whatever COLUMNS and LINES are; 0 is one nobody told its size."""
     for fd in (0, 1, 2):
         try:
             size = os.get_terminal_size(fd)
         except OSError:
             continue
-        return max(size.lines, 1), max(size.columns, 1)
+        if size.lines and size.columns:
+            return size.lines, size.columns
     return 24, 80
 
 

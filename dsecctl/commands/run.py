@@ -68,9 +68,9 @@ def run(
         return 0
     fields: ExecOptions = {"timeout_s": timeout_s, "idle_timeout_s": idle_timeout_s}
     status: int | None = None
-    sandbox.create()
     left = True
     try:
+        sandbox.create()
         status = conduct(sandbox, argv, interactive=interactive, tty=tty, as_json=app.json, fields=fields)
         left = status is None
     except BaseException:

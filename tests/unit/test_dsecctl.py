@@ -35,7 +35,6 @@ from libdsec import types as t
 from libdsec.errors import BY_CODE, NotFound, from_wire
 from tests.support.fake_commands import pattern
 from tests.support.fake_daemon import FakeDaemon
-from tests.support.signals import interrupted
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -467,7 +466,8 @@ def test_events_follow_the_daemon_through_a_restart(daemon: FakeDaemon) -> None:
         daemon.events.append(t.Event(seq=3, at="2026-03-01T10:12:00Z", kind="daemon.started"))
         daemon.up()
         assert json.loads(running.stdout.readline())["seq"] == 3
-        assert interrupted(running) == 130
+        running.send_signal(signal.SIGINT)
+        assert running.wait(20) == 130
 
 
 def test_events_followed_without_since_begin_now(daemon: FakeDaemon) -> None:
@@ -559,9 +559,8 @@ class Terminal:
         self.before = termios.tcgetattr(self.theirs)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("COLUMNS", "55")  # of another terminal, perhaps
-            self.process = process(
-                daemon, *arguments, stdin=self.theirs, stdout=self.theirs, stderr=subprocess.PIPE
-            )
+            streams = {"stdin": self.theirs, "stdout": self.theirs, "stderr": subprocess.PIPE}
+            self.process = process(daemon, *arguments, **streams)
 
     def read(self, size: int) -> bytes:
         data = b""
@@ -590,9 +589,10 @@ def test_terminal_is_raw_sized_and_restored(daemon: FakeDaemon, terminal: Termin
     os.write(terminal.ours, b"a\x03\r")
     assert terminal.read(3) == b"a\x03\r"
     assert main_of(daemon)["e"].signals == []
-    termios.tcsetwinsize(terminal.theirs, (40, 120))
-    terminal.process.send_signal(signal.SIGWINCH)
-    until(lambda: main_of(daemon)["e"].sizes[-1] == (40, 120))
+    for size_, told in (((40, 120), (40, 120)), ((0, 0), (24, 80))):  # 0: nobody told the terminal its size
+        termios.tcsetwinsize(terminal.theirs, size_)
+        os.kill(terminal.process.pid, signal.SIGWINCH)
+        until(lambda told=told: main_of(daemon)["e"].sizes[-1] == told)
     daemon.on_loop(main_of(daemon)["e"].end)
     assert terminal.process.wait() == 0
     assert termios.tcgetattr(terminal.theirs) == terminal.before
