@@ -41,6 +41,7 @@ static struct watch listener;
 static struct timer listen_again;
 static struct conn *all;
 static struct conn *charge; /* the one that said HELLO last */
+static struct conn *adopted;
 static unsigned unauthenticated;
 static bool some_dead;
 
@@ -124,6 +125,8 @@ void conn_fail(struct conn *conn)
         unauthenticated--;
     if (charge == conn)
         charge = NULL;
+    if (adopted == conn)
+        adopted = NULL;
     lose_channels(conn);
 }
 
@@ -363,25 +366,38 @@ static void listen_resume(struct timer *t)
     watch_set(&listener, EPOLLIN);
 }
 
-bool conn_adopt(int fd)
+static struct conn *begin(int fd)
 {
-    struct conn *conn = NULL;
-    if (unauthenticated >= UNAUTHENTICATED_MAX || !(conn = calloc(1, sizeof(*conn)))) {
+    struct conn *conn = calloc(1, sizeof(*conn));
+    if (conn == NULL) {
         close(fd);
-        return false;
+        return NULL;
     }
-    if (watch_open(&conn->watch, fd, EPOLLIN, conn_event) < 0) {
+    if (watch_open(&conn->watch, fd, EPOLLIN, conn_event) < 0) { /* which closes it */
         free(conn);
-        return false;
+        return NULL;
     }
     conn->ready.ready_next = conn->ready.ready_prev = &conn->ready;
     buf_init(&conn->in, HELLO_BYTES);
     buf_init(&conn->out, OUT_MAX);
-    timer_set(&conn->hello_timer, HELLO_TIMEOUT_MS, hello_late);
     conn->next = all;
     all = conn;
     unauthenticated++;
-    return true;
+    return conn;
+}
+
+/*
+ * Nobody tells the host of a port that its connection ended. So nothing may end this one but the next: not a HELLO that
+ * comes late, nor how many came before. What the last one was asked for is read first; nothing of it comes later.
+ */
+bool conn_adopt(int fd)
+{
+    struct conn *last = adopted;
+    if (last != NULL) {
+        read_frames(last);
+        conn_fail(last);
+    }
+    return (adopted = begin(fd)) != NULL;
 }
 
 static void accept_one(struct watch *w, uint32_t events)
@@ -397,11 +413,13 @@ static void accept_one(struct watch *w, uint32_t events)
         }
         return;
     }
-    if (!peer_is_host(&peer)) {
+    if (!peer_is_host(&peer) || unauthenticated >= UNAUTHENTICATED_MAX) {
         close(fd);
         return;
     }
-    (void)conn_adopt(fd);
+    struct conn *conn = begin(fd);
+    if (conn != NULL)
+        timer_set(&conn->hello_timer, HELLO_TIMEOUT_MS, hello_late);
 }
 
 int conn_listen(int fd)

@@ -28,7 +28,8 @@ struct channel {
 };
 
 int conn_listen(int fd);
-/* A connected stream, which is a connection from now on; false: closed, there are too many. */
+/* The one stream of a port, whose host has shown who it is: a connection from now on, and the one before it has ended.
+ * false: closed, there is no memory. */
 bool conn_adopt(int fd);
 /* Once per round: fills and writes the queue of the connection in charge. */
 void conn_service(void);

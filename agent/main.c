@@ -7,6 +7,7 @@
 #include "files.h"
 #include "guest.h"
 #include "net.h"
+#include "port.h"
 #include "shutdown.h"
 #include "spawn.h"
 
@@ -111,7 +112,7 @@ static void after_round(void)
 
 struct arguments {
     int listen_fd, cgroup_fd;
-    bool container, guest;
+    bool container, guest, port;
 };
 
 static int fd_argument(const char *text)
@@ -128,7 +129,7 @@ static int fd_argument(const char *text)
 static struct arguments parse(int argc, char **argv)
 {
     /* As an initramfs's first program; words on the kernel's command line that it does not know become arguments. */
-    struct arguments a = {-1, -1, false, getpid() == 1 && strcmp(argv[0], "/init") == 0};
+    struct arguments a = {-1, -1, false, getpid() == 1 && strcmp(argv[0], "/init") == 0, false};
     if (a.guest)
         return a;
     for (int i = 1; i < argc; i++) {
@@ -138,6 +139,8 @@ static struct arguments parse(int argc, char **argv)
             a.cgroup_fd = fd_argument(argv[i] + 12);
         else if (strcmp(argv[i], "--container") == 0)
             a.container = true;
+        else if (strcmp(argv[i], "--port") == 0)
+            a.port = true;
         else {
             errno = EINVAL;
             die(argv[i]);
@@ -225,7 +228,9 @@ static void set_up(int argc, char **argv)
     if ((a.container || a.guest) && net_loopback_up() < 0)
         dprintf(2, "dsec-agent: loopback: %s\n", strerror(errno)); /* a sandbox without it is still of use */
     take_signals();
-    if (a.guest ? guest_listen() < 0 : fcntl(a.listen_fd, F_SETFL, O_NONBLOCK) < 0 || conn_listen(a.listen_fd) < 0)
+    if (a.guest ? guest_listen() < 0
+                : fcntl(a.listen_fd, F_SETFL, O_NONBLOCK) < 0 ||
+                      (a.port ? port_serve(a.listen_fd) : conn_listen(a.listen_fd)) < 0)
         die("listen");
 }
 

@@ -30,7 +30,7 @@
 #define QUEUE_BYTES ((size_t)128 << 10)
 #define READ_BYTES ((size_t)32 << 10) /* the driver takes no more in one call */
 #define HOLD_MS 5                     /* for the rest of what may be a prelude */
-#define GONE_MS 5000                  /* without a host, until the connection counts as ended */
+#define GONE_MS 5000                  /* without a host or a byte of it, until the connection counts as ended */
 
 static struct watch port, inner; /* inner.fd is -1 between connections */
 static struct buf inbound, outbound;
@@ -47,13 +47,14 @@ static void end_inner(void)
     buf_free(&outbound);
 }
 
-/* No host for long: nobody reads, and the execs' readers are to know. */
+/* No host for long: nobody reads, and the execs' readers are to know. What waits for room goes nowhere now. */
 static void gone_ends(struct timer *t)
 {
     struct pollfd state = {.fd = port.fd};
     (void)t;
     if (poll(&state, 1, 0) == 1 && (state.revents & POLLHUP) != 0)
         end_inner();
+    pump();
 }
 
 static void inner_ready(struct watch *w, uint32_t events)
@@ -72,7 +73,11 @@ static void begin(const uint8_t *prelude)
     have_key = true;
     if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, pair) < 0)
         return; /* the host hears nothing, and tries again */
-    if (!conn_adopt(pair[1]) || watch_open(&inner, pair[0], EPOLLIN, inner_ready) < 0)
+    if (!conn_adopt(pair[1])) {
+        close(pair[0]);
+        return;
+    }
+    if (watch_open(&inner, pair[0], EPOLLIN, inner_ready) < 0)
         return;
     (void)buf_add(&outbound, prelude, PRELUDE_BYTES);
 }
@@ -170,11 +175,12 @@ static void pump(void)
     bool ended = false, room = sort_inbound();
     while (room && fill(port.fd, &inbound, &ended)) {
         timer_stop(&hold);
+        timer_stop(&gone);
         room = sort_inbound();
     }
     /*
      * That the host left or came is told beside the stream, and later than what it wrote: a connection may have begun
-     * since. So the end of the stream ends none at once.
+     * since, and its answer may still wait here. So the end of the stream ends none at once.
      */
     if (ended && inner.fd >= 0 && !timer_is_set(&gone))
         timer_set(&gone, GONE_MS, gone_ends);
@@ -228,19 +234,24 @@ static int find(const char *name)
     return fd;
 }
 
+int port_serve(int fd)
+{
+    inner.fd = -1;
+    buf_init(&inbound, QUEUE_BYTES);
+    buf_init(&outbound, QUEUE_BYTES);
+    /* By edges: while no host is there it hangs up for ever. The driver wakes us for every change. */
+    return watch_open(&port, fd, EPOLLIN | EPOLLOUT | (uint32_t)EPOLLET, port_ready);
+}
+
 int port_open(const char *name, int wait_ms)
 {
     const struct timespec poll = {.tv_nsec = 2000000};
     int fd;
-    inner.fd = -1;
-    buf_init(&inbound, QUEUE_BYTES);
-    buf_init(&outbound, QUEUE_BYTES);
     for (; (fd = find(name)) < 0 && wait_ms > 0; wait_ms -= 2)
         nanosleep(&poll, NULL);
     if (fd < 0) {
         errno = ENODEV;
         return -1;
     }
-    /* By edges: while no host is there it hangs up for ever. The driver wakes us for every change. */
-    return watch_open(&port, fd, EPOLLIN | EPOLLOUT | (uint32_t)EPOLLET, port_ready);
+    return port_serve(fd);
 }

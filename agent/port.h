@@ -3,6 +3,8 @@
 #ifndef DSEC_PORT_H
 #define DSEC_PORT_H
 
+/* Serves the port that is open as fd, which does not block, from now on. 0 or -1 with errno. */
+int port_serve(int fd);
 /* Serves the port of that name from now on, waiting for it to appear. 0 or -1 with errno. */
 int port_open(const char *name, int wait_ms);
 

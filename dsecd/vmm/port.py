@@ -13,12 +13,37 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from collections.abc import Awaitable, Callable
 
 _MAGIC = b"\x7fdsec-connect-1\n"
 KEY_BYTES = 16
 #: More than everything that can be on its way: the agent's queues, the driver's and QEMU's.
 _STALE_BYTES = 4 << 20
-_READ_BYTES = 1 << 16
+#: How long one connection may stay without an answer before another is tried: at first, and at most.
+_PATIENCE_S, _PATIENCE_MAX_S = 2.0, 16.0
+
+Connect = Callable[[], Awaitable[socket.socket]]
+
+
+async def dial(connect: Connect, key: bytes, *, patience_s: float = _PATIENCE_S) -> socket.socket:
+    """A connection that has begun, over one of the sockets that ``connect`` gives. Tries until it is cancelled.
+
+    A prelude or its answer can be lost with what a monitor throws away for a host that left, and a monitor can be deaf
+    in one direction until the next host comes. No state of either end outlives the next prelude that arrives, so
+    another try is all that it takes; each waits longer, should the guest be slow. Raises ConnectionError, OSError.
+    """
+    while True:
+        sock = await connect()
+        try:
+            async with asyncio.timeout(patience_s):
+                await begin(sock, key)
+            return sock
+        except TimeoutError:
+            sock.close()
+            patience_s = min(2 * patience_s, _PATIENCE_MAX_S)
+        except BaseException:  # whatever ends the attempt, the descriptor goes with it
+            sock.close()
+            raise
 
 
 async def begin(sock: socket.socket, key: bytes) -> None:

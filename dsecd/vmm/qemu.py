@@ -177,14 +177,8 @@ class Qemu:
 
     async def dial(self, place: Place, timeout_s: float) -> socket.socket:
         async with asyncio.timeout(timeout_s):
-            sock = await _connect(place, "agent")
-            try:
-                # When QEMU ends, so does the connection, also one that it had not accepted yet.
-                await port.begin(sock, (place.rundir / "key").read_bytes())
-            except BaseException:  # whatever ends the attempt, the descriptor goes with it
-                sock.close()
-                raise
-        return sock
+            # When QEMU ends, so does the connection, also one that it had not accepted yet.
+            return await port.dial(lambda: _connect(place, "agent"), (place.rundir / "key").read_bytes())
 
     # --- the control protocol ---------------------------------------------------------------------------------------
 

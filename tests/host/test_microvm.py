@@ -5,14 +5,20 @@ What they do as all sandboxes do is in the tests that run for each backend. Effe
 or by tests/support/residue.py.
 """
 
+import asyncio
+import contextlib
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from dsecd.backends.agentlink import AgentLink, StartRequest, connect_socket
+from dsecd.vmm.base import Place
+from dsecd.vmm.qemu import Qemu
 from libdsec import Client
 from libdsec.errors import AlreadyExists, DsecError, FeatureMissing, InvalidSpec, WrongState
 from libdsec.types import ExecRequest, Limits, SandboxSpec, State
@@ -119,6 +125,50 @@ def test_commands_survive_sigkill_of_the_daemon(daemon: Daemon, client: Client, 
     assert client.inspect(vm).state == "running"
 
 
+def test_the_agent_is_reached_whatever_the_last_daemon_left(daemon: Daemon, client: Client, vm: str) -> None:
+    """Daemons that die while they dial, many of them before the monitor or the guest looks, or while output flows."""
+    place = Place(vm, daemon.runtime_dir / "vms" / vm, daemon.cgroup_dir / f"vm-{vm}", uid=0)
+    pid = monitor(daemon, vm)
+    key, generation = (place.rundir / "key").read_bytes(), client.version().generation
+
+    def dial_and_die(times: int) -> None:
+        for _ in range(times):
+            with socket.socket(socket.AF_UNIX) as sock:
+                sock.connect(str(place.rundir / "agent"))
+                sock.sendall(b"\x7fdsec-connect-1\n" + key + os.urandom(16))
+
+    async def link() -> AgentLink:
+        sock = await Qemu(daemon.runtime_dir, -1, accelerator="tcg").dial(place, 60)
+        return await connect_socket(sock, generation=generation, timeout_s=60, on_lost=lambda _lost: None)
+
+    async def flood_and_die(number: int) -> None:
+        sender = await link()
+        await sender.start(StartRequest(f"flood-{number}", ["head", "-c", "50M", "/dev/zero"]), attach=True)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.2), await sender.put_file("/tmp/half") as writer:
+                await writer.write(0, bytes(8 << 20))
+        await sender.close()
+
+    async def story() -> None:
+        for number in range(6):
+            await asyncio.to_thread(dial_and_die, 1 + 2 * number)
+            await (await link()).close()
+            os.kill(pid, signal.SIGSTOP)
+            await asyncio.to_thread(dial_and_die, 2)  # as many as wait for a monitor
+            os.kill(pid, signal.SIGCONT)
+            await flood_and_die(number)
+            last = await link()
+            await asyncio.wait_for(last.ping(60), 60)
+            await last.close()
+
+    daemon.kill()
+    try:
+        asyncio.run(story())
+    finally:
+        os.kill(pid, signal.SIGCONT)
+        daemon.start()
+
+
 def test_processes_are_limited_inside(client: Client, vm: str) -> None:
     client.update(vm, limits=Limits(pids_max=40))
     bomb = "for i in $(seq 100); do sleep 5 & done; true"
@@ -179,6 +229,7 @@ def test_forks_go_on_by_themselves_and_are_machines_of_their_own(daemon: Daemon,
     # A copy of a copy; and a copy outlives its origin.
     client.delete("parent")
     client.fork("kid-1", ids=("grandkid",))
+    daemon.restart()
     assert sh(client, "grandkid", "uname -n; cat /root/mine").split() == ["grandkid", "kid-1"]
     assert sh(client, "kid-2", "cat /root/mine") == "kid-2\n"
     # Stopped and started, a copy boots as any other does.

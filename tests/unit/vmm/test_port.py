@@ -51,6 +51,38 @@ def test_an_answer_to_another_prelude_is_none() -> None:
     assert isinstance(caught.value.exceptions[0], ConnectionResetError)
 
 
+def test_who_is_not_answered_begins_another_connection() -> None:
+    """The first is deaf, the second mute, the third answers."""
+    tried: list[tuple[socket.socket, socket.socket]] = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        answers: list[asyncio.Task[None]] = []
+
+        async def answer(theirs: socket.socket) -> None:
+            prelude = await loop.sock_recv(theirs, 4096)
+            if len(tried) > 2:
+                await loop.sock_sendall(theirs, prelude)
+
+        async def connect() -> socket.socket:
+            ours, theirs = socket.socketpair()
+            for end in (ours, theirs):
+                end.setblocking(False)
+            tried.append((ours, theirs))
+            if len(tried) > 1:
+                answers.append(asyncio.create_task(answer(theirs)))
+            return ours
+
+        assert await port.dial(connect, KEY, patience_s=0.02) is tried[2][0]
+        await asyncio.gather(*answers)
+
+    asyncio.run(main())
+    assert [ours.fileno() >= 0 for ours, _theirs in tried] == [False, False, True]
+    for pair in tried:
+        for end in pair:
+            end.close()
+
+
 def test_two_preludes_differ() -> None:
     seen: list[bytes] = []
 
