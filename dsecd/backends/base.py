@@ -209,8 +209,9 @@ class Backend(Protocol):
         left out. Blocks. Runs in a thread."""
         ...
 
-    def death(self, box: Box) -> str:
-        """Why its processes ended, as far as the kernel can still tell: ``oom``, ``killed`` …"""
+    def death(self, box: Box) -> str | None:
+        """Why its first process ended or is ending, as far as the kernel can still tell: ``oom`` …; None when nothing
+        tells."""
         ...
 
     def residents(self) -> set[str]:

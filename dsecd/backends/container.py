@@ -135,7 +135,7 @@ class ContainerBackend:
         with translated(f"read the cgroup of '{box.id}'"):
             return cgroup.stat(self._steps.cgroup(box))
 
-    def death(self, box: Box) -> str:
+    def death(self, box: Box) -> str | None:
         # The agent's own cgroup: commands that ended this way are none of its business.
         events = cgroup.read_keyed(self._steps.cgroup(box) / "agent", "memory.events")
-        return "oom" if events.get("oom_kill") else "crash"
+        return "oom" if events.get("oom_kill") else None

@@ -128,12 +128,12 @@ class MicrovmBackend:
         counted.pop("pids.current", None)  # the monitor's threads say nothing about the sandbox
         return counted
 
-    def death(self, box: Box) -> str:
+    def death(self, box: Box) -> str | None:
         events = cgroup.read_keyed(self._steps.cgroup(box), "memory.events")
         if events.get("oom_kill"):
             return "oom"
         said = self._steps.last_words(box)
-        return f"crash; last words: {said!r}" if "Kernel panic" in said else "crash"
+        return f"crash; last words: {said!r}" if "Kernel panic" in said else None
 
 
 async def _freeze(box: Box, doing: str, *, frozen: bool) -> None:

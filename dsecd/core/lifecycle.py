@@ -28,7 +28,7 @@ from dsecd.core.ledger import Ledger
 from dsecd.core.live import Live
 from dsecd.core.store import Store
 from dsecd.core.tasks import Tasks
-from dsecd.core.watch import Watch
+from dsecd.core.watch import Watch, cause
 from dsecd.linux import pidfd
 from libdsec import errors
 from libdsec.types import ExecRequest, State
@@ -191,10 +191,12 @@ class Lifecycle:
         """
         async with live.lock:
             record, box = live.record, live.box
-            reason = "host restarted" if record.boot_id != self._boot_id else "its processes ended"
             box.process = record.process
-            alive = record.boot_id == self._boot_id and record.process is not None and pidfd.is_alive(record.process)
-            if alive:
+            if record.boot_id != self._boot_id:
+                reason = "host restarted"
+            elif record.process is None or not pidfd.is_alive(record.process):
+                reason = live.backend.death(box) or "its processes ended"
+            else:
                 try:
                     await live.backend.reconnect(box)
                     await (live.backend.pause(box) if record.state is State.PAUSED else live.backend.resume(box))
@@ -203,7 +205,7 @@ class Lifecycle:
                 except errors.NoCapacity:
                     raise
                 except errors.DsecError as error:
-                    reason = f"agent lost: {error.message}"
+                    reason = cause(live, f"agent lost: {error.message}")
             await self._end_run(live, State.FAILED, reason, "adopt-failed")
 
     async def finish_stop(self, live: Live) -> None:

@@ -98,7 +98,7 @@ class Watch:
         async with live.lock:
             if live.watch_fd is not None:
                 self.stop(live)
-                await self._ended(live, reason)
+                await self._ended(live, cause(live, reason))
 
     def _on_exit(self, live: Live) -> None:
         self.stop(live)
@@ -109,4 +109,17 @@ class Watch:
         async with live.lock:
             # Stopped and started again while this waited, it is another process's turn.
             if live.record.state in _RUNNING and live.box.process == process and not live.gone:
-                await self._ended(live, live.backend.death(live.box))
+                await self._ended(live, cause(live, "crash"))
+
+
+def cause(live: Live, noticed: str) -> str:
+    """Why a sandbox ended, given what was noticed of it first.
+
+    The connection of an agent that is killed breaks before its process has exited, by as long as all that is in its
+    pid namespace takes to end: so a broken connection is the reason only while the process lives, and never where the
+    kernel tells another.
+    """
+    if told := live.backend.death(live.box):
+        return told
+    process = live.box.process
+    return "crash" if process is None or pidfd.is_ending(process) else noticed

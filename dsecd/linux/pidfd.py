@@ -13,6 +13,8 @@ from pathlib import Path
 
 from dsecd.linux import syscalls
 
+_PF_EXITING = 0x4  # include/linux/sched.h
+
 
 @dataclass(frozen=True)
 class Process:
@@ -43,6 +45,21 @@ def parse_stat(stat: bytes) -> tuple[str, int]:
 def is_alive(process: Process) -> bool:
     """Whether that very process exists and has not exited."""
     return identify(process.pid) == process
+
+
+def is_ending(process: Process) -> bool:
+    """Whether that very process is gone or about to be.
+
+    In exit(2) the kernel sets PF_EXITING before it closes the process's files, and may then take as long as others of
+    its pid namespace do. It is told in the flags, field 9 of /proc/PID/stat. proc_pid_stat(5).
+    """
+    try:
+        stat = Path(f"/proc/{process.pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    state, started = parse_stat(stat)
+    flags = int(stat[stat.rindex(b")") + 1 :].split()[6])
+    return started != process.started or state in "ZX" or bool(flags & _PF_EXITING)
 
 
 def open(process: Process) -> int:

@@ -2,6 +2,8 @@
 """The life of a sandbox through the API of a real daemon; effects are read from the kernel or from inside."""
 
 import asyncio
+import os
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -24,6 +26,7 @@ from libdsec.errors import (
 from libdsec.types import CreateRequest, ExecReason, ExecRequest, Limits, SandboxSpec
 from tests.support.daemon import Daemon
 from tests.support.rootfs import debian_tar
+from tests.support.slowdeath import held_in_exit
 
 IMAGE = "debian:trixie"
 
@@ -195,6 +198,20 @@ def test_death_is_noticed_and_a_failed_sandbox_keeps_its_files(daemon: Daemon, c
     assert not (daemon.cgroup_dir / f"sandbox-{sandbox.id}").exists()
     client.start(sandbox.id)
     assert sh(client, sandbox.id, "cat /root/file") == "kept\n"
+
+
+def test_a_death_that_takes_long_is_a_death_and_no_lost_agent(daemon: Daemon, client: Client) -> None:
+    sandbox = client.create(spec())
+    client.exec_start(sandbox.id, ExecRequest(argv=("sleep", "600")))
+    group = daemon.cgroup_dir / f"sandbox-{sandbox.id}"
+    (agent,) = (int(pid) for pid in (group / "agent/cgroup.procs").read_text().split())
+    sleeper = next(int(pid) for file in (group / "run").rglob("cgroup.procs") for pid in file.read_text().split())
+    with held_in_exit(sleeper):
+        os.kill(agent, signal.SIGKILL)
+        time.sleep(2)  # longer than the daemon tries to reach the agent again
+        # The connection is closed, the process still there.
+        assert Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    assert client.wait(sandbox.id, ["failed"], wait_s=10).reason == "crash"
 
 
 def test_a_command_in_a_sandbox_that_dies_is_an_infrastructure_error(daemon: Daemon, client: Client) -> None:

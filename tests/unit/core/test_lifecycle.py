@@ -64,6 +64,7 @@ class FakeBackend:
         self.children: dict[str, subprocess.Popen[bytes]] = {}
         self.end_error: Exception | None = None
         self.reconnect_error: Exception | None = None
+        self.told: str | None = None
         self.more_steps: tuple[Step, ...] = ()
         self.reconnects: list[str] = []
         self.starts = 0
@@ -113,9 +114,9 @@ class FakeBackend:
         del box
         await asyncio.sleep(grace_s)
 
-    def death(self, box: Box) -> str:
+    def death(self, box: Box) -> str | None:
         del box
-        return "crash"
+        return self.told
 
 
 class FakeImages:
@@ -391,6 +392,24 @@ def test_an_agent_that_does_not_answer_makes_its_sandbox_failed(tmp_path: Path, 
         await _reconcile(host, found, registry)
         assert found[0].state == State.FAILED
         assert "agent lost" in (found[0].reason or "")
+
+    run(tmp_path, body)
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_what_the_kernel_tells_of_a_death_outranks_what_a_new_daemon_finds(tmp_path: Path, *, gone: bool) -> None:
+    async def body(host: Host) -> None:
+        found, registry = _adopting(host, ["a", "b"])
+        host.backend.reconnect_error = TimedOut("no answer")
+        host.backend.told = "oom"
+        if gone:
+            for child in host.backend.children.values():
+                child.kill()
+                child.wait()
+        found[1].boot_id = "another"
+        await _reconcile(host, found, registry)
+        # What counts now says nothing of another boot's.
+        assert [record.reason for record in found] == ["oom", "host restarted"]
 
     run(tmp_path, body)
 

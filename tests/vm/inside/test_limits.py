@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs inside the test host: limits of sandboxes of the installed daemon, read back from the kernel."""
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -65,6 +66,15 @@ def test_memory_above_the_limit_ends_what_asked_for_it_and_nothing_else(client: 
         assert sandbox.exec("echo", "alive").text == "alive\n"
 
 
+@contextlib.contextmanager
+def _held_in_exit(pid: str) -> Iterator[None]:
+    program = Path(__file__).with_name("slowdeath.py")
+    with subprocess.Popen(["python3", program, pid], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        yield
+
+
 def _oom_events(client: Client, sandbox: Sandbox) -> list[dict[str, object]]:
     found = client.events(limit=10000).events
     return [event.details for event in found if (event.kind, event.subject) == ("sandbox.oom", sandbox.id)]
@@ -111,12 +121,18 @@ def test_without_a_limit_the_end_is_known_by_the_count_of_all_commands(client: C
 def test_a_sandbox_whose_first_process_memory_ended_says_so(client: Client) -> None:
     with _sandbox(client) as sandbox:
         agent = _top(sandbox) / "agent"
-        (agent / "memory.swap.max").write_text("0")
-        (agent / "memory.max").write_text("0")  # nobody asks for this; a host that runs out does the like
-        # Anything makes it ask for memory.
-        with pytest.raises(DsecError):
-            for _ in range(200):
-                sandbox.exec("true")
+        process = sandbox.popen("sleep", "600", exec_id="slow")
+        (slow,) = (_top(sandbox) / "run/slow/cgroup.procs").read_text().split()
+        # Its end takes longer than the daemon tries to reach it again: it waits for all that runs in it.
+        with _held_in_exit(slow):
+            (agent / "memory.swap.max").write_text("0")
+            (agent / "memory.max").write_text("0")  # nobody asks for this; a host that runs out does the like
+            # Anything makes it ask for memory.
+            with pytest.raises(DsecError):
+                for _ in range(200):
+                    sandbox.exec("true")
+            time.sleep(5)
+        process.close()
         _until(lambda: client.inspect(sandbox.id).state == "failed")
         assert client.inspect(sandbox.id).reason == "oom"
 
