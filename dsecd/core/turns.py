@@ -11,17 +11,24 @@ import contextlib
 import errno
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dsecd.linux import cgroup, damon, psi
+from dsecd.linux import cgroup, damon, mappings, psi
 
 #: A sandbox that idles as a whole needs no long proof that a page is cold.
 IDLE_AGE_S = 5.0
 #: How many processes of a sandbox, and cgroups in it, are looked at: their number is the sandbox's to choose.
 _PIDS_MAX, _CGROUPS_MAX = 256, 256
-#: Beyond what the quota takes: until DAMON has split the address space where it differs.
+#: A mapping is watched that holds so much and is not mostly empty, since DAMON's quota is of addresses. What lies
+#: between two is watched with them when it is no more.
+_RESIDENT_MIN_BYTES, _SPARSE_AT_MOST, _GAP_BYTES = 64 << 10, 8, 256 << 10
+#: Of all processes together, the ones that hold most.
+_RANGES_MAX = 128
+#: DAMON counts its own steps, which on a busy host take longer than they should, by this factor at most.
+_SLOW = 1.5
+#: Beyond that and what the quota takes: until DAMON has split the address space where it differs.
 _SETTLE_S = 5.0
 _CHUNK_BYTES = 8 << 20
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -73,15 +80,16 @@ class DamonTurns:
 
     def start(self, sandbox_id: str, path: Path, age_s: float) -> bool:
         """Begin a turn; False when there is nothing to watch. Raises damon.InUse, OSError."""
-        before, pids = memory_bytes(path), largest(path)
-        if before is None or not pids:
+        before, targets = memory_bytes(path), worth_watching(largest(path))
+        if before is None or not targets:
             return False
         index = next(index for index in range(self._number) if index not in self._turns)
         try:
-            damon.start(index, pids, damon.Rules(age_s=age_s, quota_bytes_per_s=self._quota))
+            damon.start(index, targets, damon.Rules(age_s=age_s, quota_bytes_per_s=self._quota))
         except ProcessLookupError:
             return False
-        lasts_s = age_s + before / self._quota + _SETTLE_S
+        watched_bytes = sum(end - begin for target in targets for begin, end in target.ranges)
+        lasts_s = _SLOW * age_s + watched_bytes / self._quota + _SETTLE_S
         self._turns[index] = _Turn(sandbox_id, path, before, before, time.monotonic() + lasts_s)
         return True
 
@@ -129,6 +137,35 @@ def largest(path: Path) -> list[int]:
     """The processes with the most memory in the cgroup and below, as many as DAMON watches at once."""
     sizes = [(size, pid) for pid in _pids(path) if (size := _resident(pid)) > 0]
     return [pid for _size, pid in sorted(sizes, reverse=True)[: damon.TARGETS_MAX]]
+
+
+def worth_watching(pids: Sequence[int]) -> list[damon.Target]:
+    """Where in these processes the memory is; without those that have none to speak of, or are gone."""
+    found = [(mapping, pid) for pid in pids for mapping in _mappings(pid) if _dense(mapping)]
+    found.sort(key=lambda one: one[0].resident_bytes, reverse=True)
+    chosen: dict[int, list[mappings.Mapping]] = {}
+    for mapping, pid in found[:_RANGES_MAX]:
+        chosen.setdefault(pid, []).append(mapping)
+    return [damon.Target(pid, _joined(of_one)) for pid, of_one in chosen.items()]
+
+
+def _mappings(pid: int) -> list[mappings.Mapping]:
+    try:
+        return mappings.of(pid)
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def _dense(mapping: mappings.Mapping) -> bool:
+    return mapping.resident_bytes >= max(_RESIDENT_MIN_BYTES, mapping.size_bytes // _SPARSE_AT_MOST)
+
+
+def _joined(found: Iterable[mappings.Mapping]) -> tuple[tuple[int, int], ...]:
+    ranges: list[tuple[int, int]] = []
+    for mapping in sorted(found, key=lambda one: one.begin):
+        begin = ranges.pop()[0] if ranges and mapping.begin - ranges[-1][1] <= _GAP_BYTES else mapping.begin
+        ranges.append((begin, mapping.end))
+    return tuple(ranges)
 
 
 def _pids(path: Path) -> Iterator[int]:

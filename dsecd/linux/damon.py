@@ -35,11 +35,21 @@ class InUse(OSError):
 
 
 @dataclass(frozen=True)
+class Target:
+    """A process, by its pid as the caller sees it, and where in it to look."""
+
+    pid: int
+    #: First address and the one behind the last, of whole pages; lowest first, none twice.
+    ranges: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
 class Rules:
     """What counts as cold, and how fast it is paged out."""
 
     #: Untouched for so long. Measured in steps of `aggregation_ms`.
     age_s: float
+    #: Of addresses, whether there is memory behind them or not.
     quota_bytes_per_s: int
     sample_ms: int = 100
     aggregation_ms: int = 1000
@@ -95,22 +105,26 @@ def give_back(mark: int, admin: Path = ADMIN) -> None:
     _write(admin / "nr_kdamonds", 0)
 
 
-def start(index: int, pids: Sequence[int], rules: Rules, admin: Path = ADMIN) -> None:
-    """Let a kdamond that was taken watch processes (pids as the caller sees them) and page out what is cold.  Blocks.
+def start(index: int, targets: Sequence[Target], rules: Rules, admin: Path = ADMIN) -> None:
+    """Let a kdamond that was taken watch processes where they say and page out what is cold there.  Blocks.
+
+    Given ranges, and not all of the address spaces: DAMON takes what lies between a program and its heap, up to a
+    gigabyte and more of nothing, for one range, finds it cold, and spends its quota there.
 
     Raises ProcessLookupError when one of them is gone, InUse while one of the kernel's own DAMON modules runs.
     """
     context = _context(index, admin)
-    _write(context / "operations", "vaddr")
+    _write(context / "operations", "fvaddr")
     intervals = context / "monitoring_attrs/intervals"
     _write(intervals / "aggr_us", rules.aggregation_ms * 1000)
     _write(intervals / "sample_us", rules.sample_ms * 1000)
     # Each as it may be beside the other's old value: the kernel refuses a minimum above the maximum only at the start.
     _write(context / "monitoring_attrs/nr_regions/min", max(3, rules.regions_min))
-    _write(context / "monitoring_attrs/nr_regions/max", max(rules.regions_max, 3 * len(pids) + 1))
-    _write(context / "targets/nr_targets", len(pids))
-    for number, pid in enumerate(pids):
-        _write(context / f"targets/{number}/pid_target", pid)
+    ranges = sum(len(target.ranges) for target in targets)
+    _write(context / "monitoring_attrs/nr_regions/max", max(rules.regions_max, 3 * ranges))
+    _write(context / "targets/nr_targets", len(targets))
+    for number, target in enumerate(targets):
+        _write_target(context / f"targets/{number}", target)
     _write(context / "schemes/nr_schemes", 1)
     _write_scheme(context / "schemes/0", rules)
     state = admin / str(index) / "state"
@@ -120,8 +134,17 @@ def start(index: int, pids: Sequence[int], rules: Rules, admin: Path = ADMIN) ->
         if error.errno == errno.EBUSY:
             raise InUse("damon_reclaim, damon_lru_sort or damon_stat is enabled", state) from error
         if error.errno == errno.EINVAL:
-            raise ProcessLookupError(errno.ESRCH, f"watch processes {list(pids)}: one is gone", str(state)) from error
+            pids = [target.pid for target in targets]
+            raise ProcessLookupError(errno.ESRCH, f"watch processes {pids}: one is gone", str(state)) from error
         raise
+
+
+def _write_target(place: Path, target: Target) -> None:
+    _write(place / "pid_target", target.pid)
+    _write(place / "regions/nr_regions", len(target.ranges))
+    for number, (begin, end) in enumerate(target.ranges):
+        _write(place / f"regions/{number}/start", begin)
+        _write(place / f"regions/{number}/end", end)
 
 
 def _write_scheme(scheme: Path, rules: Rules) -> None:

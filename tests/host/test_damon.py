@@ -11,15 +11,18 @@ from pathlib import Path
 
 import pytest
 
+from dsecd.core.turns import worth_watching
 from dsecd.linux import damon, mechanisms, swap
 
 MIB = 1 << 20
 _RULES = damon.Rules(age_s=3, quota_bytes_per_s=256 * MIB)
-#: Writes to 64 MiB once, then touches the first quarter of it for ever.
+#: Writes to 64 MiB once, then touches the first quarter of it for ever. Below lies much with nothing in it, as below
+#: the heap of any program: DAMON left to itself comes to what is behind it only when this test is over.
 _PROGRAM = """
 import mmap
 space = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 space.madvise(mmap.MADV_NOHUGEPAGE)
+nothing = mmap.mmap(-1, 64 << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_NORESERVE, prot=0)
 noise = open("/dev/urandom", "rb").read(2048) + bytes(2048)
 for at in range(0, len(space), 4096):
     space[at : at + 4096] = noise
@@ -79,7 +82,7 @@ def resident(pid: int, field: str = "VmRSS") -> int:
 def test_what_nobody_touches_is_paged_out_and_what_is_touched_stays(toucher: int, mark: int) -> None:
     before = resident(toucher)
     damon.take(1, mark)
-    damon.start(0, [toucher], _RULES)
+    damon.start(0, worth_watching([toucher]), _RULES)
     deadline = time.monotonic() + 90
     while resident(toucher, "VmSwap") < 40 * MIB and time.monotonic() < deadline:
         time.sleep(0.5)
@@ -94,7 +97,7 @@ def test_a_kdamond_ends_with_what_it_watches_and_is_used_again(mark: int) -> Non
     damon.take(2, mark)
     for _ in range(2):
         process = subprocess.Popen(["sleep", "600"])
-        damon.start(1, [process.pid], _RULES)
+        damon.start(1, [damon.Target(process.pid, ((1 << 20, 2 << 20),))], _RULES)
         assert damon.runs(1)
         assert not damon.runs(0)
         process.kill()
@@ -110,13 +113,13 @@ def test_a_process_that_is_gone_cannot_be_watched(mark: int) -> None:
     process = subprocess.Popen(["true"])
     process.wait()
     with pytest.raises(ProcessLookupError):
-        damon.start(0, [process.pid], _RULES)
+        damon.start(0, [damon.Target(process.pid, ((1 << 20, 2 << 20),))], _RULES)
     assert not damon.runs(0)
 
 
 def test_a_later_process_takes_over_what_an_earlier_one_left_running(toucher: int, mark: int) -> None:
     damon.take(2, mark)
-    damon.start(0, [toucher], _RULES)
+    damon.start(0, worth_watching([toucher]), _RULES)
     damon.take(3, mark)
     assert damon.count() == 3
     assert not any(damon.runs(index) for index in range(3))
@@ -128,7 +131,7 @@ def test_somebody_elses_kdamond_is_left_alone_running_or_not(toucher: int, mark:
     try:
         for running in (False, True):
             if running:
-                damon.start(0, [toucher], _RULES)
+                damon.start(0, worth_watching([toucher]), _RULES)
             with pytest.raises(damon.InUse):
                 damon.take(2, mark)
             damon.give_back(mark)

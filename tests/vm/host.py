@@ -113,7 +113,7 @@ class VmHost:
     @property
     def cpu_s(self) -> float:
         """Processor seconds that the machine took so far."""
-        return self._running().cpu_s
+        return self.machine.cpu_s
 
     def run(
         self, argv: Sequence[str] | str, *, check: bool = True, stdin: bytes | BinaryIO = b"",
@@ -171,7 +171,7 @@ class VmHost:
         before = self.boot_id()
         # Later, so that the answer to the order itself is not lost.
         self.run(["systemd-run", "--quiet", "--on-active=1", "systemctl", "reboot"])
-        self._running().wait_reset(timeout_s)
+        self.machine.wait_reset(timeout_s)
         self._reconnect(timeout_s)
         if self.boot_id() == before:
             raise ChannelError("the guest did not reboot")
@@ -197,7 +197,7 @@ class VmHost:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
-        machine = self._running()
+        machine = self.machine
         saved = Saved(folder, self.kernel)
         machine.save(saved.memory)
         machine.quit()
@@ -224,7 +224,9 @@ class VmHost:
         self._channel = Channel(self._machine.agent_socket, timeout_s=_RESTORE_S)
         self.set_clock()
 
-    def _running(self) -> qemu.Qemu:
+    @property
+    def machine(self) -> qemu.Qemu:
+        """The QEMU that it runs in.  Raises QemuError when it does not."""
         if self._machine is None or not self._machine.running:
             raise qemu.QemuError("the machine does not run")
         return self._machine
@@ -233,7 +235,7 @@ class VmHost:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
-        self._channel = Channel(self._running().agent_socket, timeout_s=timeout_s)
+        self._channel = Channel(self.machine.agent_socket, timeout_s=timeout_s)
 
 
 def booted(kernel: Kernel, base: Image) -> Saved:

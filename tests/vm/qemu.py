@@ -98,6 +98,14 @@ class Qemu:
         fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
+    def processors(self) -> list[int]:
+        """The threads that are the guest's processors, in its order.  Raises QemuError."""
+        return [int(one["thread-id"]) for one in self.ask("query-cpus-fast")]
+
+    def thread_s(self, thread: int) -> float:
+        """Processor seconds that a thread used so far, to the nanosecond.  schedstat, proc(5)."""
+        return int(Path(f"/proc/{self._process.pid}/task/{thread}/schedstat").read_text().split()[0]) / 1e9
+
     def ask(self, name: str, *, timeout_s: float = 60.0, **arguments: object) -> Any:
         """Send a command to QEMU and give its answer.  Raises QemuError."""
         try:

@@ -14,6 +14,4 @@ def test_damon_pages_out_what_is_cold(dsec_vm: VmHost) -> None:
 
 
 def test_memory_of_idle_sandboxes_is_reclaimed(dsec_vm: VmHost) -> None:
-    run_pytest(dsec_vm, "test_memory.py", may_skip={
-        "test_by_damon_the_memory_of_an_idle_sandbox_goes_and_comes_back_whole": "seen to take nothing",
-    })  # fmt: skip
+    run_pytest(dsec_vm, "test_memory.py")

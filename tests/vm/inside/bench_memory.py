@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs inside the test host: memory of idle sandboxes over time, without and with reclaim, and what a neighbour feels.
+"""Runs inside the test host: memory of idle sandboxes without reclaim and with each way of it, and a neighbour at work.
 
-    python3 bench_memory.py SANDBOXES SECONDS
+    python3 bench_memory.py SANDBOXES SECONDS METHOD...
 
-Each sandbox holds a process that wrote to 100 MiB, half of it noise, and sleeps. One more does a fixed piece of work
-over and over. Prints JSON: for each setting a sample every few seconds, and the time of each piece of work.
+Each sandbox holds a process that wrote to 100 MiB, half of it noise, and sleeps. One more does a piece of work over and
+over, on the last processor alone. A round for each METHOD begins with a restart of the daemon and with all memory
+touched once more. Prints JSON: for each round its samples of memory; all pieces of work, with the time of each.
 """
 
 import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,32 +24,38 @@ from libdsec.types import ExecRequest
 
 IMAGE = "debian:trixie"
 DROP_IN = Path("/etc/dsec/dsecd.toml.d/bench.toml")
-SETTINGS = "[memory]\nsweep_s = 2\nage_s = 15\nkdamonds = 4\nstart_below_permil = 1001\n"
-SAMPLE_S = 5.0
+MIB = 1 << 20
+#: Always, soon, and with a thread for every second sandbox; age and quota as a host with little memory might have them.
+SETTINGS = f"""[memory]
+age_s = 5
+sweep_s = 1
+kdamonds = 10
+start_below_permil = 1001
+pressure_max_percent = 100
+zram_bytes = {3 << 30}
+"""
+SAMPLE_S = 2.0
+#: Most that all sandboxes together may hold of swap when a round begins.
+BACK_BYTES = 16 * MIB
 IDLE = (
-    'open R, "/dev/urandom"; read R, $n, 2048; $x = ($n . "\\0" x 2048) x 25600; $| = 1; print "ready\\n"; '
-    "sleep 100000"
+    'open R, "/dev/urandom"; read R, $n, 2048; $x = ($n . "\\0" x 2048) x 25600; '
+    '$SIG{USR1} = sub { for ($i = 0; $i < length $x; $i += 4096) { substr($x, $i, 1) = "z"; } }; '
+    "sleep 100000 while 1"
 )
-#: Work on 16 MiB of its own memory; a line with the processor and wall time of each piece.
+#: Work on 16 MiB of its own memory; a line with the beginning, wall time and processor time of each piece.
 WORK = (
     'use Time::HiRes "time"; $| = 1; $y = "x" x (16 << 20); '
-    "while (1) { $t = time; $c = (times)[0]; for $r (1 .. 4) { "
+    "while (1) { $t = time; $c = (times)[0] + (times)[1]; for $r (1 .. 2) { "
     'for ($i = 0; $i < 16 << 20; $i += 512) { substr($y, $i, 1) = "z"; } } '
-    'printf("%.4f %.4f\\n", time - $t, (times)[0] - $c); }'
+    'printf("%.4f %.4f %.4f\\n", $t, time - $t, (times)[0] + (times)[1] - $c); }'
 )
 
 
-@contextlib.contextmanager
-def configured(reclaim: str) -> Iterator[None]:
-    """The daemon with this setting, and a gigabyte and more of zram."""
+def configure(reclaim: str) -> None:
+    """The daemon with this setting; its sandboxes go on."""
     DROP_IN.parent.mkdir(exist_ok=True)
-    DROP_IN.write_text(f'{SETTINGS}reclaim = "{reclaim}"\nzram_bytes = {3 << 30}\n')
-    subprocess.run(["systemctl", "restart", "dsec-zram.service", "dsecd.service"], check=True)
-    try:
-        yield
-    finally:
-        DROP_IN.unlink()
-        subprocess.run(["systemctl", "restart", "dsec-zram.service", "dsecd.service"], check=True)
+    DROP_IN.write_text(f'{SETTINGS}reclaim = "{reclaim}"\n')
+    subprocess.run(["systemctl", "restart", "dsecd.service"], check=True)
 
 
 def meminfo() -> dict[str, int]:
@@ -55,33 +64,72 @@ def meminfo() -> dict[str, int]:
     return {line.partition(":")[0]: int(line.split()[1]) << 10 for line in lines if line.endswith("kB")}
 
 
-def measure(reclaim: str, sandboxes: int, seconds: float) -> dict[str, Any]:
-    """One setting: samples over time, and the neighbour's pieces of work."""
-    with configured(reclaim), Client() as client, contextlib.ExitStack() as stack:
-        idle = [stack.enter_context(Sandbox(image=IMAGE, client=client)) for _ in range(sandboxes)]
-        for sandbox in idle:
-            process = sandbox.popen("perl", "-e", IDLE)
-            stack.callback(process.close)
-        neighbour = stack.enter_context(Sandbox(image=IMAGE, client=client))
-        while (used := client.memory().host.sandboxes_bytes or 0) < sandboxes * (98 << 20):
-            time.sleep(1)
-        # Its output is small, and kept by the agent.
-        work = client.exec_start(neighbour.id, ExecRequest(argv=("perl", "-e", WORK)))
-        began, samples = time.monotonic(), []
-        while (at := time.monotonic() - began) < seconds:
-            report, memory = client.memory(), meminfo()
-            samples.append({
-                "at_s": round(at, 1), "host_used": memory["MemTotal"] - memory["MemAvailable"],
-                "sandboxes": report.host.sandboxes_bytes, "zram_memory": report.host.zram_memory_bytes,
-                "swapped": report.host.swap_used_bytes, "method": report.host.reclaim,
-            })  # fmt: skip
-            time.sleep(SAMPLE_S)
-        told = client.exec_output(neighbour.id, work.exec_id).data.decode()
-        # The last line may be half a one.
-        pieces = [[float(word) for word in line.split()] for line in told.splitlines()[:-1]]
-        return {"reclaim": reclaim, "started_with": used, "samples": samples, "work": pieces}
+def started(client: Client, sandbox: Sandbox, program: str) -> int:
+    """Start a program that goes on when this daemon ends; its pid."""
+    client.exec_start(sandbox.id, ExecRequest(argv=("perl", "-e", program), exec_id="program"))
+    (top,) = Path("/sys/fs/cgroup").rglob(f"*-{sandbox.id}")
+    return int((top / "run/program/cgroup.procs").read_text())
+
+
+def until(what: str, true: Callable[[], bool], limit_s: float = 180) -> None:
+    deadline = time.monotonic() + limit_s
+    while not true():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what}: not within {limit_s:.0f} s")
+        time.sleep(0.5)
+
+
+def measure(client: Client, reclaim: str, idle: list[int], seconds: float) -> dict[str, Any]:
+    """One round: samples over time."""
+    subprocess.run(["systemctl", "stop", "dsecd.service"], check=True)
+    for pid in idle:
+        os.kill(pid, signal.SIGUSR1)
+    until("all memory is back", lambda: (info := meminfo())["SwapTotal"] - info["SwapFree"] < BACK_BYTES)
+    configure(reclaim)
+    # What the daemon itself takes to start is no part of it.
+    time.sleep(3)
+    began, clock, samples = time.monotonic(), time.time(), []
+    while (at := time.monotonic() - began) < seconds:
+        report, memory = client.memory(limit=1), meminfo()
+        samples.append({
+            "at_s": round(at, 1), "host_used": memory["MemTotal"] - memory["MemAvailable"],
+            "sandboxes": report.host.sandboxes_bytes, "zram_memory": report.host.zram_memory_bytes,
+            "swapped": report.host.swap_used_bytes, "method": report.host.reclaim,
+        })  # fmt: skip
+        time.sleep(SAMPLE_S)
+    return {"reclaim": reclaim, "began": clock, "ended": time.time(), "samples": samples}
+
+
+def pieces(client: Client, sandbox: str) -> list[list[float]]:
+    """What the neighbour wrote."""
+    told, at = b"", 0
+    while data := client.exec_output(sandbox, "program", offset=at).data:
+        told, at = told + data, at + len(data)
+    # The last line may be half a one.
+    return [[float(word) for word in line.split()] for line in told.decode().splitlines()[:-1]]
+
+
+def main(sandboxes: int, seconds: float, methods: list[str]) -> None:
+    """All rounds, beside one another in the same sandboxes."""
+    configure("off")
+    subprocess.run(["systemctl", "restart", "dsec-zram.service"], check=True)
+    try:
+        with Client() as client, contextlib.ExitStack() as stack:
+            idle = []
+            for _ in range(sandboxes):
+                sandbox = stack.enter_context(Sandbox(image=IMAGE, client=client))
+                idle.append(started(client, sandbox, IDLE))
+            neighbour = stack.enter_context(Sandbox(image=IMAGE, client=client))
+            need = sandboxes * 98 * MIB
+            until("all memory is written", lambda: (client.memory().host.sandboxes_bytes or 0) >= need, 600)
+            os.sched_setaffinity(started(client, neighbour, WORK), {(os.cpu_count() or 1) - 1})
+            rounds = [measure(client, method, idle, seconds) for method in methods]
+            done = pieces(client, neighbour.id)
+        print(json.dumps({"rounds": rounds, "work": done}))
+    finally:
+        DROP_IN.unlink()
+        subprocess.run(["systemctl", "restart", "dsec-zram.service", "dsecd.service"], check=True)
 
 
 if __name__ == "__main__":
-    rounds = [measure(reclaim, int(sys.argv[1]), float(sys.argv[2])) for reclaim in ("off", "auto")]
-    print(json.dumps(rounds))
+    main(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:])

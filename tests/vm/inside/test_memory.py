@@ -91,7 +91,6 @@ def test_without_swap_anonymous_memory_stays_and_the_report_says_why() -> None:
         assert (_KDAMONDS / "nr_kdamonds").read_text() == "0\n"
 
 
-@pytest.mark.xfail(reason="seen to take nothing on a machine that others used, too", strict=False)
 def test_by_damon_the_memory_of_an_idle_sandbox_goes_and_comes_back_whole() -> None:
     _restart(_SETTINGS + f"zram_bytes = {1 << 30}\nkdamonds = 2")
     with Client() as client, _idle_sandbox(client) as sandbox:
