@@ -10,7 +10,7 @@ PYTEST = python3 -m pytest --junit-xml="$$DSEC_DEV_CACHES/junit.xml"
 SHOW_KERNELS = DSEC_DEV_BIND="$${DSEC_DEV_BIND:-$(wildcard $(abspath $(CURDIR)/../shared/kernels))}"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-unit test-host test-vm lint bench bench-cpu bench-memory agent agent-check deb kernel guest-kernel-deb clean inside-test
+.PHONY: help demo test test-unit test-host test-vm lint bench bench-cpu bench-memory bench-microvm agent agent-check deb kernel guest-kernel-deb clean inside-test
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,6 +44,10 @@ bench: ## the figures of SPECIFICATION.md, beside their peers
 bench-memory: ## what reclaim saves of idle sandboxes' memory, and what a neighbour feels; in a virtual machine
 	@$(INSIDE) deb
 	@$(DEV) python3 -m tests.vm.bench_memory
+
+bench-microvm: ## what microVMs cost: memory, start, clones, commands and files; QEMU's guests beside plain ones
+	@$(INSIDE) agent
+	@$(DEV) python3 -m tests.perf.microvm
 
 bench-cpu: ## how much load of class batch slows a sandbox of class latency; on bare metal with core scheduling
 	@$(INSIDE) agent

@@ -13,6 +13,23 @@ from pydantic import Field
 from libdsec.types import OpenModel
 
 
+class MachineMemory(OpenModel):
+    """Memory of a virtual machine: what the host pays for it, as the host's kernel counts it, and what the guest says.
+
+    What the host pays is the sum of the first three: a page that several machines share counts for each by its part.
+    """
+
+    guest_bytes: int = Field(description="of the guest's memory that is resident")
+    layers_bytes: int = Field(description="of the images that it maps")
+    monitor_bytes: int = Field(description="everything else of the monitor: its program, buffers, translated code")
+    guest_resident_bytes: int = Field(description="of the guest's memory, shared pages whole")
+    size_bytes: int = Field(description="of the machine")
+    told: dict[str, int] = Field(
+        default_factory=dict, description="the guest's word, in bytes, for looking only: total, free, available, "
+        "disk_caches …; no more than the machine has, and empty before its driver has told anything",
+    )  # fmt: skip
+
+
 class SandboxMemory(OpenModel):
     """Memory of one sandbox that runs or is paused, as the host's kernel counts it; None where it does not.
 
@@ -28,6 +45,7 @@ class SandboxMemory(OpenModel):
     idle_s: float | None = Field(None, description="for how long it has used next to no processor")
     pressure_some_percent: float | None = Field(None, description="time in which a task waited for memory, last 10 s")
     pressure_full_percent: float | None = Field(None, description="time in which all tasks did, last 10 s")
+    machine: MachineMemory | None = Field(None, description="of a virtual machine")
 
 
 class HostMemory(OpenModel):

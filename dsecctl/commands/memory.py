@@ -13,6 +13,7 @@ from dsecctl.app import App, command
 from dsecctl.params import SANDBOX
 from libdsec import memory as m
 
+_MACHINES = ("MACHINE", "SIZE", "GUEST", "LAYERS", "MONITOR", "SAYS AVAILABLE", "SAYS FREE")
 _HEADER = ("ID", "USED", "COLD", "SWAPPED", "RECLAIMED", "REFAULTS", "IDLE", "PRESSURE")
 
 
@@ -23,6 +24,9 @@ def mem(app: App, *, sandboxes: tuple[str, ...]) -> None:
 
     COLD was not touched of late, SWAPPED was taken (its size before compression), REFAULTS are pages that were taken
     and then needed again, PRESSURE is the time in which some task, or all of them, waited for memory, of the last 10 s.
+
+    Of virtual machines a second table tells what the host pays, shared pages by their part: for the guest's memory
+    (GUEST, of SIZE), for images that it maps (LAYERS) and for the monitor; and what the guest says it has free.
     """
     report = app.client.memory(sandbox=sandboxes) if sandboxes else app.client.memory_all()
     if app.json:
@@ -36,6 +40,9 @@ def mem(app: App, *, sandboxes: tuple[str, ...]) -> None:
     if report.sandboxes:
         click.echo()
         output.table(_HEADER, [_row(one) for one in report.sandboxes])
+    if rows := [_machine(one.id, one.machine) for one in report.sandboxes if one.machine is not None]:
+        click.echo()
+        output.table(_MACHINES, rows)
 
 
 def _host(host: m.HostMemory) -> None:
@@ -56,6 +63,11 @@ def _row(one: m.SandboxMemory) -> tuple[str, ...]:
         output.size(one.reclaimed_bytes), "-" if one.refaults is None else str(one.refaults),
         "-" if one.idle_s is None else f"{one.idle_s:.0f}s", _pressure(one),
     )  # fmt: skip
+
+
+def _machine(id: str, of: m.MachineMemory) -> tuple[str, ...]:
+    paid = (of.size_bytes, of.guest_bytes, of.layers_bytes, of.monitor_bytes)
+    return (id, *map(output.size, paid), *(_known(of.told.get(name)) for name in ("available", "free")))
 
 
 def _known(count: int | None) -> str:

@@ -24,6 +24,7 @@ from dsecd.linux.pidfd import Process
 from dsecd.linux.proc import ProcessFailed
 from dsecd.vmm.base import VmmError
 from libdsec import errors
+from libdsec.memory import MachineMemory
 from libdsec.network import Policy
 from libdsec.types import BackendState, Limits, NetworkState, SandboxSpec
 
@@ -207,6 +208,10 @@ class Backend(Protocol):
     def usage(self, box: Box) -> Mapping[str, int]:
         """What the host itself counts for all of the box, named as in ``linux.cgroup.stat``; what it does not count is
         left out. Blocks. Runs in a thread."""
+        ...
+
+    async def machine_memory(self, box: Box) -> MachineMemory | None:
+        """What a virtual machine costs and what its guest says; None for another kind, and for one that is gone."""
         ...
 
     def death(self, box: Box) -> str | None:

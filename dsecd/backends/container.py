@@ -22,6 +22,7 @@ from dsecd.backends.container_steps import KILL_TIMEOUT_S, ContainerSteps
 from dsecd.backends.plan import Step
 from dsecd.linux import cgroup, mechanisms, pidfd
 from libdsec import errors
+from libdsec.memory import MachineMemory
 from libdsec.network import Policy
 from libdsec.types import BackendState, Limits, NetworkState, SandboxSpec
 
@@ -134,6 +135,10 @@ class ContainerBackend:
     def usage(self, box: Box) -> Mapping[str, int]:
         with translated(f"read the cgroup of '{box.id}'"):
             return cgroup.stat(self._steps.cgroup(box))
+
+    async def machine_memory(self, box: Box) -> MachineMemory | None:
+        del box
+        return None
 
     def death(self, box: Box) -> str | None:
         # The agent's own cgroup: commands that ended this way are none of its business.

@@ -13,7 +13,7 @@ import functools
 import socket
 from collections.abc import Mapping, Sequence
 
-from dsecd.backends import files, machines
+from dsecd.backends import files, machines, microvm_memory
 from dsecd.backends.agentlink.link import AgentError, AgentLink, LinkLost
 from dsecd.backends.base import Box, Saves, Site, translated
 from dsecd.backends.microvm_saves import MicrovmSaves
@@ -21,6 +21,7 @@ from dsecd.backends.microvm_steps import MicrovmSteps
 from dsecd.backends.plan import Step
 from dsecd.linux import cgroup, mechanisms, pidfd
 from libdsec import errors
+from libdsec.memory import MachineMemory
 from libdsec.network import Policy
 from libdsec.types import BackendState, Limits, NetworkState, SandboxSpec
 
@@ -126,7 +127,12 @@ class MicrovmBackend:
         with translated(f"read the cgroup of '{box.id}'"):
             counted = dict(cgroup.stat(self._steps.cgroup(box)))
         counted.pop("pids.current", None)  # the monitor's threads say nothing about the sandbox
+        if "memory.current" not in counted and (cost := microvm_memory.cost(self._steps, box)) is not None:
+            counted["memory.current"] = cost.guest_bytes + cost.monitor_bytes
         return counted
+
+    async def machine_memory(self, box: Box) -> MachineMemory | None:
+        return await microvm_memory.report(self._steps, box)
 
     def death(self, box: Box) -> str | None:
         events = cgroup.read_keyed(self._steps.cgroup(box), "memory.events")

@@ -18,9 +18,11 @@ from dsecd.core.reclaim import Reclaim
 from dsecd.core.registry import Registry
 from dsecd.core.turns import memory_bytes
 from dsecd.linux import cgroup, psi, swap
-from libdsec.memory import HostMemory, MemoryReport, SandboxMemory
+from libdsec.memory import HostMemory, MachineMemory, MemoryReport, SandboxMemory
 from libdsec.types import State
 
+#: Each is a connection to a monitor, and some wait for their guests.
+_MACHINES_AT_ONCE = 32
 _ALIVE = (State.RUNNING, State.PAUSED)
 
 
@@ -36,6 +38,7 @@ class MemoryUse:
         self._registry = registry
         self._reclaim = reclaim
         self._cgroup_dir = cgroup_dir
+        self._asking = asyncio.Semaphore(_MACHINES_AT_ONCE)
 
     async def report(
         self, principal: Principal, names: Sequence[str], *, after: str | None, limit: int
@@ -47,9 +50,19 @@ class MemoryUse:
             lives = [live for live in self._registry.all() if principal.sees(live.record.owner_uid)]
         found = sorted(live.id for live in lives if alive(live) and (after is None or live.id > after))
         page = found[:limit]
-        places = [(live.id, live.backend.cgroup(live.box)) for name in page if (live := self._registry.get(name))]
+        lives = [live for name in page if (live := self._registry.get(name))]
+        places = [(live.id, live.backend.cgroup(live.box)) for live in lives]
         host, sandboxes = await asyncio.to_thread(self._read, places)
+        machines = await asyncio.gather(*map(self._machine, lives))
+        sandboxes = [
+            one if machine is None else one.model_copy(update={"machine": machine})
+            for one, machine in zip(sandboxes, machines, strict=True)
+        ]
         return MemoryReport(host=host, sandboxes=tuple(sandboxes), next=page[-1] if len(found) > limit else None)
+
+    async def _machine(self, live: Live) -> MachineMemory | None:
+        async with self._asking:
+            return await live.backend.machine_memory(live.box)
 
     def _read(self, places: Sequence[tuple[str, Path]]) -> tuple[HostMemory, list[SandboxMemory]]:
         """Blocks.  Runs in a thread."""

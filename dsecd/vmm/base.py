@@ -11,7 +11,7 @@ so a machine that an earlier daemon started is driven like one's own.
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -81,6 +81,8 @@ class Driver(Protocol):
     """A virtual machine monitor. Calls may come for a machine that an earlier daemon started."""
 
     name: str
+    #: Parts of the names that the mappings of a guest's memory have in /proc/PID/smaps.
+    memory_names: Sequence[str]
 
     def probe(self) -> Probe:
         """Blocks. Runs in a thread."""

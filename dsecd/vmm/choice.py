@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from dsecd.linux.pidfd import Process
 from dsecd.vmm.base import Driver, Machine, Place, Probe, Snapshot
 from dsecd.vmm.firecracker.driver import Firecracker
+from dsecd.vmm.qemu import Qemu
 
 #: auto: Firecracker where it works, else QEMU.
 Asked = Literal["auto", "qemu", "firecracker"]
@@ -26,6 +27,7 @@ class Choice:
     """Both monitors as one.  See ``base.Driver``."""
 
     name = "choice"
+    memory_names: Sequence[str] = (*Firecracker.memory_names, *Qemu.memory_names)
 
     def __init__(self, asked: Asked, firecracker: Firecracker, qemu: Driver) -> None:
         self._asked = asked

@@ -21,7 +21,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from dsecd.linux import cpuinfo, mechanisms, pidfd, proc, sparse
@@ -46,6 +46,10 @@ _LIKENESS = "likeness"  # in a machine's directory: what a host must be like tha
 _RESTORE = "restore"  # in a machine's directory, a link to the state that it begins with
 _SAVE_SET = 7
 _MIGRATE_POLL_S = 0.01
+_POLLING = "guest-stats-polling-interval"
+_BALLOON = {"path": "/machine/peripheral/balloon"}
+#: How long the guest's first figures may take, and how old later ones may be.
+_BALLOON_S, _BALLOON_LOOK_S, _BALLOON_EVERY_S = 2.5, 0.1, 15
 _IGNORE_SHARED = [{"capability": "x-ignore-shared", "state": True}]
 
 #: What of a q35 a guest of ours has no use for.
@@ -67,6 +71,7 @@ class Qemu:
     """See ``base.Driver``."""
 
     name = "qemu"
+    memory_names: Sequence[str] = (f"memfd:{_MEMORY_NAME}", f"{FILES}/ram")  # its own, or a snapshot's
 
     def __init__(self, runtime_dir: Path, launch_ns: int, *, accelerator: str) -> None:
         """``accelerator``: kvm, tcg, or auto for kvm where it runs guests."""
@@ -221,7 +226,16 @@ class Qemu:
 
     async def memory(self, place: Place) -> Mapping[str, int]:
         async with self._control(place) as qmp:
-            answer = await qmp.execute("qom-get", path="/machine/peripheral/balloon", property="guest-stats")
+            answer = await _balloon(qmp, "guest-stats")
+            if await _balloon(qmp, _POLLING) == 0:
+                # What there is was said while it booted. Asked for the first time: soon, and from then on now and then.
+                await qmp.execute("qom-set", **_BALLOON, property=_POLLING, value=1)
+                first = _updated(answer)
+                async with asyncio.timeout(_BALLOON_S):
+                    while _updated(answer) == first:
+                        await asyncio.sleep(_BALLOON_LOOK_S)
+                        answer = await _balloon(qmp, "guest-stats")
+                await qmp.execute("qom-set", **_BALLOON, property=_POLLING, value=_BALLOON_EVERY_S)
         return balloon_statistics(answer)
 
 
@@ -318,9 +332,18 @@ def _version() -> str:
     return found[1].decode("ascii", "replace") if found else "of unknown version"
 
 
+async def _balloon(qmp: Qmp, name: str) -> object:
+    return await qmp.execute("qom-get", **_BALLOON, property=name)
+
+
+def _updated(answer: object) -> object:
+    """When the guest's driver reported last, 0 for never."""
+    return answer.get("last-update", 0) if isinstance(answer, dict) else 0
+
+
 def balloon_statistics(answer: object) -> dict[str, int]:
     """The figures of the balloon device by Linux's names; those that the guest does not report are left out."""
-    if not isinstance(answer, dict) or not answer.get("last-update"):
+    if not isinstance(answer, dict) or not _updated(answer):
         return {}
     stats = answer.get("stats")
     if not isinstance(stats, dict):

@@ -111,6 +111,25 @@ def test_what_is_mapped_is_not_copied(daemon: Daemon, client: Client, vm: str) -
     assert int(sh(client, vm, cached)) - before < (read >> 10) // 10
 
 
+def test_what_the_host_pays_and_what_the_guest_says_are_told_apart(daemon: Daemon, client: Client, vm: str) -> None:
+    sh(client, vm, "cat /usr/bin/perl > /dev/null")
+    (one,) = client.memory(sandbox=(vm,)).sandboxes
+    assert one.machine is not None
+    rollup = Path(f"/proc/{monitor(daemon, vm)}/smaps_rollup").read_text().splitlines()
+    pss_kib = int(next(line.split()[1] for line in rollup if line.startswith("Pss:")))
+    paid = one.machine.guest_bytes + one.machine.layers_bytes + one.machine.monitor_bytes
+    assert abs(paid - (pss_kib << 10)) < 16 << 20
+    assert abs(one.machine.guest_resident_bytes - (resident_kib(daemon, vm) << 10)) < 8 << 20
+    assert one.machine.layers_bytes > 1 << 20
+    assert one.machine.size_bytes == machines.MEMORY_BYTES
+    inside = sh(client, vm, "awk '/^(MemTotal|MemAvailable)/ {print $2}' /proc/meminfo").split()
+    assert one.machine.told["total"] == int(inside[0]) << 10
+    assert abs(one.machine.told["available"] - (int(inside[1]) << 10)) < 32 << 20
+    used = client.usage(vm).memory_current_bytes
+    assert used is not None
+    assert used > one.machine.guest_bytes
+
+
 def test_commands_survive_sigkill_of_the_daemon(daemon: Daemon, client: Client, vm: str) -> None:
     script = "i=0; while [ $i -lt 60 ]; do i=$((i+1)); echo line $i; sleep 0.05; done; exit 7"
     client.exec_start(vm, ExecRequest(argv=("sh", "-c", script), exec_id="count"))

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ class Other:
     """Stands in for QEMU, which needs no guest to be told apart: it notes down what it was asked."""
 
     name = "qemu"
+    memory_names: Sequence[str] = ("ram",)
 
     def __init__(self, works: bool = True) -> None:
         self.works = works

@@ -38,6 +38,11 @@ from tests.support.fake_commands import Exec, run
 from tests.support.fake_copies import Copies
 from tests.support.fake_state import EXTENTS, IMAGE, NOW, Box, State
 
+_MACHINE = m.MachineMemory(
+    guest_bytes=60 << 20, layers_bytes=8 << 20, monitor_bytes=30 << 20, guest_resident_bytes=70 << 20,
+    size_bytes=256 << 20, told={"available": 180 << 20},
+)  # fmt: skip
+
 
 class _Host(State):
     """Routes about host, operations, events."""
@@ -83,7 +88,7 @@ class _Host(State):
             sandboxes=tuple(
                 m.SandboxMemory(
                     id=id, reclaimed_bytes=100 << 20, pressure_some_percent=0.25, pressure_full_percent=0.0,
-                    **(one if id == "web" else {}),
+                    **(one if id == "web" else {}), machine=_MACHINE if id == "vm" else None,
                 ) for id in ids[:1]
             ),
             next=ids[0] if len(ids) > 1 and not named else None,

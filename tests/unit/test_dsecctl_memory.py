@@ -38,6 +38,15 @@ def test_mem_shows_the_host_and_all_pages_of_sandboxes(daemon: FakeDaemon) -> No
         ["web", "3.0 MiB", "1.0 MiB", "90 MiB", "100 MiB", "7", "62s", "0.25/0 %"],
     ]
     assert call(daemon, "-q", "mem").stdout == "bare\nweb\n"
+
+
+def test_mem_tells_of_machines_what_the_host_pays_and_what_the_guest_says(daemon: FakeDaemon) -> None:
+    daemon.make(t.CreateRequest(spec=t.SandboxSpec(image="debian:trixie", backend="microvm"), id="vm"))
+    lines = call(daemon, "mem", "vm").stdout.splitlines()[-2:]
+    assert [re.split("  +", line) for line in lines] == [
+        ["MACHINE", "SIZE", "GUEST", "LAYERS", "MONITOR", "SAYS AVAILABLE", "SAYS FREE"],
+        ["vm", "256 MiB", "60 MiB", "8.0 MiB", "30 MiB", "180 MiB", "-"],
+    ]
     found = json.loads(call(daemon, "--json", "mem", "web").stdout)
     assert [one["id"] for one in found["sandboxes"]] == ["web"]
     assert found["host"]["zram_memory_bytes"] == 40 << 20

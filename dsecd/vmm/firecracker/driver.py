@@ -17,7 +17,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
 from dsecd.linux import cgroup, cpuinfo, mountns, pidfd, proc, syscalls
@@ -53,6 +53,8 @@ class Firecracker:
     """See ``base.Driver``."""
 
     name = "firecracker"
+    # memfd_create(2) of its own, or a snapshot's file.
+    memory_names: Sequence[str] = ("memfd:guest_mem", f"/{jail.MEMORY}")
 
     def __init__(self, programs: Programs, jails: Path, launch_ns: int, kernel: Callable[[], Path]) -> None:
         """``jails`` is on a disk, the one that snapshots go to; ``launch_ns`` a mount namespace with few mounts;

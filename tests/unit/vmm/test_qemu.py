@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from dsecd.backends.microvm_memory import bounded
 from dsecd.vmm.base import ALIGN_BYTES, Machine
 from dsecd.vmm.qemu import arguments, balloon_statistics
 
@@ -63,3 +64,10 @@ def test_balloon_figures_have_linux_names_and_only_those_reported() -> None:
     assert balloon_statistics(answer) == {"free_memory": 5}
     assert balloon_statistics({"last-update": 0, "stats": {"stat-free-memory": 5}}) == {}
     assert balloon_statistics(None) == {}
+
+
+def test_what_a_guest_says_is_no_more_than_it_can_be() -> None:
+    said = {"free_memory": 1 << 62, "total_memory": 5, "disk_caches": -3, "major_faults": (1 << 64) - 2, "available": 7}
+    assert bounded(said, 256) == {
+        "free": 256, "total": 5, "disk_caches": 0, "major_faults": 1 << 53, "available": 7,
+    }  # fmt: skip
