@@ -86,6 +86,7 @@ async def build_core(config: Config, place: Place, store: Store, events: Events,
     )
     registry.on_link_lost = lifecycle.watch.link_lost
     registry.on_oom = lifecycle.watch.out_of_memory
+    registry.on_refused = lifecycle.watch.refused
     admission = _admission(config, place, events, tasks)
     sandboxes = Sandboxes(
         registry, lifecycle, tasks, admission, parallel=_parallel(), wait_s=config.admission.wait_s,
@@ -116,6 +117,7 @@ async def build_core(config: Config, place: Place, store: Store, events: Events,
             state_dir=config.state_dir, generation=place.generation, backends=backends, counts=sandboxes.counts,
             residue=functools.partial(reconcile.residue, registry, backends),
             id_collisions=functools.partial(check_ids, config), admission=admission,
+            dns_pid=lambda: names.link.pid,
         )
     )  # fmt: skip
     return Core(

@@ -76,6 +76,21 @@ struct {
 	__type(value, __u32);
 } namespaces SEC(".maps");
 
+/* Devices to which something was refused: wakes the daemon, which reads the rest in `counters`. */
+struct {
+	__uint(type, BPF_MAP_TYPE_RINGBUF);
+	__uint(max_entries, 1 << 16);
+} refusals SEC(".maps");
+
+/* By device: of how many refusals (denied_out) an event has told. The daemon's own note, here so that it outlives it. */
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, 1 << 16);
+	__uint(map_flags, BPF_F_NO_PREALLOC);
+	__type(key, __u32);
+	__type(value, __u64);
+} told SEC(".maps");
+
 /* One packet as the policy sees it: the far end's address and port, whichever way it goes. */
 struct flow {
 	__u8 addr[16];
@@ -305,7 +320,7 @@ static __always_inline int ends_here(struct __sk_buff *skb, const struct sandbox
 	return result < 0 || result == BPF_FIB_LKUP_RET_NOT_FWDED || result == BPF_FIB_LKUP_RET_FWD_DISABLED;
 }
 
-static __always_inline void note_denied(struct counters *count, const struct flow *flow, int reason)
+static __always_inline void note_denied(__u32 device, struct counters *count, const struct flow *flow, int reason)
 {
 	__u64 number = __sync_fetch_and_add(&count->denied_out, 1);
 	struct denied *entry = &count->recent[number % RECENT];
@@ -316,6 +331,9 @@ static __always_inline void note_denied(struct counters *count, const struct flo
 	entry->family = flow->family;
 	entry->protocol = flow->protocol;
 	entry->reason = reason;
+	/* A full ring is tried again with the next one. */
+	if (entry->at_ns - count->told_ns >= TELL_NS && !bpf_ringbuf_output(&refusals, &device, sizeof(device), 0))
+		count->told_ns = entry->at_ns;
 }
 
 SEC("tc")
@@ -337,7 +355,7 @@ int from_sandbox(struct __sk_buff *skb)
 	if (reason == REASON_QUIET)
 		return TC_ACT_SHOT;
 	if (reason) {
-		note_denied(count, &flow, reason);
+		note_denied(device, count, &flow, reason);
 		return TC_ACT_SHOT;
 	}
 	__sync_fetch_and_add(&count->out_packets, 1);
@@ -391,7 +409,7 @@ static __always_inline int may_reach(struct bpf_sock_addr *ctx, struct flow *flo
 	flow->begins = flow->protocol == IPPROTO_TCP;
 	reason = consult(box, *device, flow, 0, &named);
 	if (reason)
-		note_denied(count, flow, reason);
+		note_denied(*device, count, flow, reason);
 	return !reason;
 }
 

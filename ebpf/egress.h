@@ -13,6 +13,8 @@
 #define POLICY_BYTES 15
 #define RANGES_MAX 16
 #define RECENT 8
+/* Of one sandbox's refusals at most one in this time is put into the ring. */
+#define TELL_NS 1000000000ULL
 
 enum family { FAMILY_IPV4 = 4, FAMILY_IPV6 = 6 };
 
@@ -99,6 +101,7 @@ struct denied {
 struct counters {
 	__u64 out_packets, out_bytes, in_packets, in_bytes;
 	__u64 denied_out, denied_in;
+	__u64 told_ns; /* when something was last put into the ring `refusals` */
 	struct denied recent[RECENT]; /* outbound; number N is at N % RECENT */
 };
 

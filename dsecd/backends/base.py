@@ -19,6 +19,7 @@ from typing import Literal, Protocol
 from dsecd.backends.agentlink.link import AgentError, AgentLink, LinkLost
 from dsecd.backends.name_service import NameService
 from dsecd.backends.plan import Step
+from dsecd.backends.refusals import Refused
 from dsecd.linux.feature import FeatureMissing as KernelFeatureMissing
 from dsecd.linux.pidfd import Process
 from dsecd.linux.proc import ProcessFailed
@@ -96,6 +97,8 @@ class Box:
     on_link_lost: Callable[[LinkLost], None] = field(default=lambda _lost: None)
     #: Called with the number of its processes that have ended for want of memory, whenever that rises.
     on_oom: Callable[[int], None] = field(default=lambda _kills: None)
+    #: Called now and then with what its network policy has refused since the last time.
+    on_refused: Callable[[Refused], None] = field(default=lambda _refused: None)
 
 
 @dataclass(frozen=True)

@@ -53,10 +53,8 @@ class DnsLink:
         self._writer: asyncio.StreamWriter | None = None
         self._numbers = itertools.count()
         self._heard: dict[int, asyncio.Event] = {}
-
-    @property
-    def connected(self) -> bool:
-        return self._writer is not None
+        #: Of the dsec-dns that is connected.
+        self.pid: int | None = None
 
     async def put(self, policy: frames.Policy, resolver: Resolver) -> None:
         """A sandbox may resolve names from now on, or others than before; returns once dsec-dns, if there, knows."""
@@ -105,7 +103,7 @@ class DnsLink:
                 hello = await frames.read(reader, frames.TO_DAEMON)
             if not isinstance(hello, frames.Hello) or hello.version != frames.VERSION:
                 raise frames.LinkError(f"expected 'hello' of version {frames.VERSION}, got {hello!r}")
-            self._begin(writer)
+            self._begin(writer, peer.pid)
             log.info("dsec-dns connected pid=%d sandboxes=%d", peer.pid, len(self._known))
             while True:
                 self._take(await frames.read(reader, frames.TO_DAEMON), writer)
@@ -121,10 +119,10 @@ class DnsLink:
             with contextlib.suppress(ConnectionError):
                 await writer.wait_closed()
 
-    def _begin(self, writer: asyncio.StreamWriter) -> None:
+    def _begin(self, writer: asyncio.StreamWriter, pid: int) -> None:
         if self._writer is not None:
             self._writer.close()
-        self._writer = writer
+        self._writer, self.pid = writer, pid
         self._send(self.settings)
         for policy, _resolver in self._known.values():
             self._send(policy)
@@ -132,7 +130,7 @@ class DnsLink:
 
     def _end(self) -> None:
         """Nobody has to wait any more for one that is not there."""
-        self._writer = None
+        self._writer = self.pid = None
         for event in self._heard.values():
             event.set()
 

@@ -30,7 +30,8 @@ from dsecd.backends.openings import Openings
 from dsecd.linux import bpf
 
 _SANDBOX = struct.Struct("=15sB4s16s6s6sQ")
-_TOTALS = struct.Struct("=6Q")
+_TOTALS = struct.Struct("=6Q8x")
+_COUNT = struct.Struct("=Q")
 _DENIED = struct.Struct("=Q16sHBBB3x")
 _RECENT = 8
 _COUNTER_BYTES = _TOTALS.size + _RECENT * _DENIED.size
@@ -38,6 +39,7 @@ _COUNTER_BYTES = _TOTALS.size + _RECENT * _DENIED.size
 REASONS = {
     1: "policy", 2: "host-address", 3: "spoofed-source", 4: "protocol", 5: "fragment", 6: "header", 7: "frame",
 }  # fmt: skip
+_PROTOCOLS = {1: "icmp", 6: "tcp", 17: "udp"}
 # include/uapi/linux/bpf.h, enum bpf_attach_type
 _HOOKS = {"connect4": 10, "connect6": 11, "sendmsg4": 14, "sendmsg6": 15}
 
@@ -89,6 +91,11 @@ class Counts:
     recent: tuple[Denied, ...]  # newest first
 
 
+def protocol_name(number: int) -> str:
+    """As users write it, or its number; ICMPv6 counts as ICMP."""
+    return _PROTOCOLS.get(number, str(number))
+
+
 class Egress:
     """The programs. Methods block for microseconds, making it for some hundred milliseconds; any thread may call."""
 
@@ -110,7 +117,10 @@ class Egress:
         self._sandboxes = self._map("sandboxes", 4, _SANDBOX.size)
         self._counters = self._map("counters", 4, _COUNTER_BYTES)
         self._namespaces = self._map("namespaces", 8, 4)
+        self._told = self._map("told", 4, 8)
         self._opened = opened
+        #: Tells of devices to which something was refused.
+        self.ring = bpf.Ring(bpf.get(self._place / "refusals"))
         self.openings = Openings(opened)
         self._lock = threading.Lock()
         self._holders: Counter[bytes] = Counter()  # by the policy's id
@@ -121,7 +131,8 @@ class Egress:
         """Let go of the descriptors; all stays in force."""
         for fd in (self.from_sandbox, self.to_sandbox):
             os.close(fd)
-        for item in (self._policies, self._sandboxes, self._counters, self._namespaces, self._opened):
+        self.ring.close()
+        for item in (self._policies, self._sandboxes, self._counters, self._namespaces, self._told, self._opened):
             item.close()
 
     def _load(self, program: Path) -> None:
@@ -182,6 +193,7 @@ class Egress:
         key = _u32(device)
         with self._lock, self._held(policy):
             old = self._sandboxes.get(key)
+            self._told.delete(key)
             self._counters.set(key, bytes(_COUNTER_BYTES))
             self._sandboxes.set(key, replace(entry, policy_id=policy.id).packed())
             if old is not None:
@@ -233,12 +245,24 @@ class Egress:
         out_packets, out_bytes, in_packets, in_bytes, _denied, denied_in = totals
         return Counts(out_packets, out_bytes, in_packets, in_bytes, denied_out, denied_in, tuple(recent))
 
+    def told(self, device: int) -> int:
+        """Of how many refusals an event has told; of an earlier daemon's time, too."""
+        data = self._told.get(_u32(device))
+        return 0 if data is None else int(_COUNT.unpack(data)[0])
+
+    def note_told(self, device: int, count: int) -> None:
+        """Remember it for the daemon that comes after this one."""
+        with self._lock:
+            if self._counters.get(_u32(device)) is not None:
+                self._told.set(_u32(device), _COUNT.pack(count))
+
     # --- parts -------------------------------------------------------------------------------------------------------
 
     def _forget(self, key: bytes) -> None:
         data = self._sandboxes.get(key)
         self._sandboxes.delete(key)
         self._counters.delete(key)
+        self._told.delete(key)
         self.openings.forget(struct.unpack("=I", key)[0])
         if data is not None:
             self._namespaces.delete(struct.pack("=Q", Entry.unpacked(data).cookie))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -35,10 +35,13 @@ class RefusedNames:
 class SandboxNames:
     """One sandbox: opens addresses for it, and counts."""
 
-    def __init__(self, device: int, rules: NameRules, openings: Openings) -> None:
+    def __init__(
+        self, device: int, rules: NameRules, openings: Openings, tell: Callable[[frames.Denied], None]
+    ) -> None:
         self.rules = rules
         self.device = device
         self.openings = openings
+        self._tell = tell
         self._counts = [0, 0, 0]
         self._recent: deque[tuple[datetime, str]] = deque(maxlen=frames.RECENT_MAX)
 
@@ -55,6 +58,7 @@ class SandboxNames:
             self._counts[at] += count
         now = datetime.now(UTC)
         self._recent.extendleft((now, name) for name in denied.recent)
+        self._tell(denied)
 
     def counts(self) -> RefusedNames:
         names, addresses, dropped = self._counts
@@ -74,15 +78,16 @@ class NameService:
             known.rules = rules
 
     async def put(
-        self, sandbox: str, device: int, sources: Collection[frames.Address], rules: NameRules, openings: Openings
-    ) -> None:
+        self, sandbox: str, device: int, sources: Collection[frames.Address], rules: NameRules, openings: Openings,
+        refused: Callable[[frames.Denied], None],
+    ) -> None:  # fmt: skip
         """Let a sandbox resolve the names of these rules; returns once dsec-dns knows, if it is there."""
         if not rules:
             await self.forget(sandbox)
             return
         known = self._sandboxes.get(sandbox)
         if known is None or known.device != device:
-            known = self._sandboxes[sandbox] = SandboxNames(device, rules, openings)
+            known = self._sandboxes[sandbox] = SandboxNames(device, rules, openings, refused)
         known.rules, known.openings = rules, openings
         policy = frames.Policy(
             sandbox=sandbox, device=device, sources=tuple(sources), patterns=tuple(rules.by_pattern),

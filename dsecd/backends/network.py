@@ -26,12 +26,13 @@ from ipaddress import IPv4Address, IPv6Address, ip_network
 
 from dsecd.backends import network_host
 from dsecd.backends.base import Box, Site
-from dsecd.backends.egress import Denied, Egress, Entry
+from dsecd.backends.egress import Denied, Egress, Entry, protocol_name
 from dsecd.backends.egress_policy import POLICY_BYTES, TooManyRanges, compiled
 from dsecd.backends.egress_policy import Policy as CompiledPolicy
 from dsecd.backends.files import closing
 from dsecd.backends.name_rules import name_rules, rule_for_dns
 from dsecd.backends.openings import OPENED_MAX
+from dsecd.backends.refusals import Refusals
 from dsecd.linux import mechanisms, netlink, netns
 from dsecd.linux.netlink import Address, Netlink
 from libdsec import errors, network
@@ -53,7 +54,6 @@ _GATEWAYS: tuple[Address, ...] = (IPv4Address("169.254.1.1"), IPv6Address("fe80:
 _DEFAULTS = (ip_network("0.0.0.0/0"), ip_network("::/0"))
 _MTU = 1500
 _LOOPBACK = ("127.0.0.1", "::1")
-_PROTOCOLS = {1: "icmp", 6: "tcp", 17: "udp"}
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,7 @@ class Network:
         self._lock = threading.Lock()
         self._egress: Egress | None = None
         self._mtu = _MTU
+        self._refusals = Refusals()
 
     @property
     def in_use(self) -> bool:
@@ -202,14 +203,20 @@ class Network:
         """From now on names open nothing but by this policy. Does not block; for the event loop's thread."""
         self._site.network.names.judge_by(box.id, name_rules(policy))
 
-    async def tell_names(self, box: Box, policy: Policy) -> None:
-        """Let dsec-dns know which names the box may resolve; it is attached, or has no policy."""
+    async def follow(self, box: Box, policy: Policy) -> None:
+        """Let dsec-dns know which names the box may resolve, and tell of what is refused to it, from now on or no more;
+        it is attached, or has no policy. For the event loop's thread."""
         names = self._site.network.names
         if policy == "none" or self._egress is None:
+            self._refusals.end(box.id)
             await names.forget(box.id)
             return
         lease = self._lease(box)
-        await names.put(box.id, lease.index, lease.addresses, name_rules(policy), self._egress.openings)
+        self._refusals.begin(box.id, lease.index, self._egress, box.on_refused)
+        await names.put(
+            box.id, lease.index, lease.addresses, name_rules(policy), self._egress.openings,
+            refused=functools.partial(self._refusals.names, box.id),
+        )  # fmt: skip
 
     # --- parts -------------------------------------------------------------------------------------------------------
 
@@ -263,7 +270,7 @@ def _shown(denied: Denied) -> NetworkDenial:
     ago_s = (time.clock_gettime_ns(time.CLOCK_BOOTTIME) - denied.at_ns) / 1e9
     return NetworkDenial(
         at=datetime.fromtimestamp(time.time() - ago_s, UTC), address=denied.address, port=denied.port,
-        protocol=_PROTOCOLS.get(denied.protocol, str(denied.protocol)), reason=denied.reason,
+        protocol=protocol_name(denied.protocol), reason=denied.reason,
     )  # fmt: skip
 
 

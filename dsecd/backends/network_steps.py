@@ -45,12 +45,12 @@ class NetworkSteps:
                 await in_thread(
                     self._network.attach, box, self._pid(box), box.spec.network, executor=self._threads
                 )
-                await self._network.tell_names(box, box.spec.network)
+                await self._network.follow(box, box.spec.network)
 
     async def detach(self, box: Box) -> None:
         with translated(f"disconnect '{box.id}' from the network"):
             if self._network.in_use:
-                await self._network.tell_names(box, "none")
+                await self._network.follow(box, "none")
                 await in_thread(self._network.detach, box)
 
     async def settle(self, box: Box) -> None:
@@ -59,7 +59,7 @@ class NetworkSteps:
         with translated(f"take over the network of '{box.id}'"):
             if self._network.in_use or box.spec.network != "none":
                 await in_thread(self._network.settle, box, box.process.pid, executor=self._threads)
-                await self._network.tell_names(box, box.spec.network)
+                await self._network.follow(box, box.spec.network)
 
     async def change(self, box: Box, policy: Policy) -> None:
         assert box.process is not None
@@ -71,7 +71,7 @@ class NetworkSteps:
             except OSError:
                 self._network.judge_names_by(box, box.spec.network)
                 raise
-            await self._network.tell_names(box, policy)
+            await self._network.follow(box, policy)
 
     async def dial(self, box: Box, port: int) -> socket.socket:
         """A connection to a port on the loopback of a box that runs."""

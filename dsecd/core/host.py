@@ -54,6 +54,7 @@ class Sources:
     residue: Callable[[], Sequence[Finding]]  # left-overs
     id_collisions: Callable[[], Sequence[str]]  # who else uses the sandboxes' ids; blocks
     admission: Admission
+    dns_pid: Callable[[], int | None]  # of the dsec-dns that is connected
 
 
 class Host:
@@ -109,7 +110,7 @@ class Host:
             Finding(check=f"backend {b.name}", ok=b.works, needed=b.name == _DEFAULT_BACKEND, detail=b.detail)
             for b in backends
         ]
-        findings += [_disk(self._sources.state_dir), _open_files(), _ids(collisions)]
+        findings += [_disk(self._sources.state_dir), _open_files(), _ids(collisions), _dns(self._sources.dns_pid())]
         findings.append(_room(_pressure(self._sources.admission)))
         findings += self._sources.residue()
         return DoctorReport(findings=tuple(findings))
@@ -194,6 +195,15 @@ def _open_files() -> Finding:
         detail=f"the daemon may have {limit} files open",
         hint="" if ok else f"raise LimitNOFILE of dsecd.service to {OPEN_FILES_MIN} or more",
     )
+
+
+def _dns(pid: int | None) -> Finding:
+    if pid is not None:
+        return Finding(check="dsec-dns", ok=True, needed=False, detail=f"names resolve in sandboxes; pid {pid}")
+    return Finding(
+        check="dsec-dns", ok=False, needed=False, detail="it is not connected: no name resolves in any sandbox",
+        hint="systemctl start dsec-dns, or see 'journalctl -u dsec-dns' why it does not run",
+    )  # fmt: skip
 
 
 def _ids(collisions: Sequence[str]) -> Finding:

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 #: Steps on the way are for whoever looks closely, and ends that nobody asked for are warnings.
 _LEVELS = {
-    "sandbox.created": logging.DEBUG, "sandbox.deleting": logging.DEBUG,
+    "sandbox.created": logging.DEBUG, "sandbox.deleting": logging.DEBUG, "network.refused": logging.DEBUG,
     "sandbox.failed": logging.WARNING, "sandbox.stuck": logging.WARNING, "sandbox.oom": logging.WARNING,
 }  # fmt: skip
 
@@ -85,7 +85,7 @@ class Ledger:
         level = _LEVELS.get(kind, logging.INFO)
         log.log(level, "event=%s sandbox=%s reason=%s", kind, live.id, live.record.reason or "none")
         details = {"state": str(live.record.state)} | ({"reason": live.record.reason} if live.record.reason else {})
-        self._events.emit(kind, live.id, owner_uid=live.record.owner_uid, **details, **more)
+        self._events.emit(kind, live.id, owner_uid=live.record.owner_uid, **{**details, **more})
 
 
 def _remember(row: tuple[object, ...], sandbox_id: str, layers: tuple[str, ...], db: sqlite3.Connection) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 
 from dsecd.backends.agentlink.link import LinkLost
 from dsecd.backends.base import Backend, Box, Saves
+from dsecd.backends.refusals import Refused
 from dsecd.core.images.compose import compose
 from dsecd.core.images.store import ImageStore
 from dsecd.core.live import Defaults, Live
@@ -42,6 +43,7 @@ class Registry:
         #: Set once, when who watches over sandboxes is there.
         self.on_link_lost: Callable[[Live, LinkLost], None] = lambda _live, _lost: None
         self.on_oom: Callable[[Live, int], None] = lambda _live, _kills: None
+        self.on_refused: Callable[[Live, Refused], None] = lambda _live, _refused: None
 
     def __len__(self) -> int:
         return len(self._lives)
@@ -75,6 +77,7 @@ class Registry:
         live = Live(record, box, self._backends[spec.backend], self._defaults(record))
         box.on_link_lost = lambda lost: self.on_link_lost(live, lost)
         box.on_oom = lambda kills: self.on_oom(live, kills)
+        box.on_refused = lambda refused: self.on_refused(live, refused)
         self._lives[record.id] = live
         if record.idempotency_key is not None:
             self._by_key[record.owner_uid, record.idempotency_key] = live

@@ -13,6 +13,8 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from dsecd.backends.agentlink.link import LinkLost
 from dsecd.backends.base import translated
+from dsecd.backends.egress import protocol_name
+from dsecd.backends.refusals import Refused
 from dsecd.core.ledger import Ledger
 from dsecd.core.live import Live
 from dsecd.core.tasks import Tasks
@@ -77,6 +79,20 @@ class Watch:
         """Called when the kernel killed in it for want of memory, by now ``kills`` processes since its start."""
         if not live.gone:
             self._ledger.tell("sandbox.oom", live, oom_kills=kills)
+
+    def refused(self, live: Live, refused: Refused) -> None:
+        """Called now and then, when its network policy has refused something."""
+        if live.gone:
+            return
+        more: dict[str, object] = {"count": refused.count}
+        if (denied := refused.newest) is not None:
+            more |= {
+                "address": denied.address, "port": denied.port, "protocol": protocol_name(denied.protocol),
+                "reason": denied.reason,
+            }  # fmt: skip
+        if refused.names:
+            more |= {"names": refused.names, "name": refused.name}
+        self._ledger.tell("network.refused", live, **more)
 
     async def _reconnect(self, live: Live) -> None:
         failed = 0

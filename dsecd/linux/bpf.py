@@ -35,9 +35,11 @@ def _libbpf() -> ctypes.CDLL:
     library = ctypes.CDLL("libbpf.so.1", use_errno=True)
     library.libbpf_set_print(_silent)
     for name in (
-        "bpf_object__open_file", "bpf_object__next_map", "bpf_object__next_program", "bpf_program__attach_cgroup"
+        "bpf_object__open_file", "bpf_object__next_map", "bpf_object__next_program", "bpf_program__attach_cgroup",
+        "ring_buffer__new",
     ):  # fmt: skip
         getattr(library, name).restype = ctypes.c_void_p
+    library.ring_buffer__free.restype = None
     for name in ("bpf_map__name", "bpf_program__name"):
         getattr(library, name).restype = ctypes.c_char_p
     return library
@@ -174,6 +176,45 @@ class Map:
 
     def close(self) -> None:
         os.close(self.fd)
+
+
+class Ring:
+    """A ring buffer that programs write to and one process reads."""
+
+    def __init__(self, fd: int) -> None:
+        """Takes the descriptor over. Raises OSError."""
+        self._fd = fd
+        self._records: list[bytes] = []
+        library = _libbpf()
+        # Kept here: the library holds no reference to what it calls.
+        self._callback = _Sample(self._take)
+        made = library.ring_buffer__new(fd, self._callback, None, None)
+        if not made:
+            number = ctypes.get_errno()
+            os.close(fd)
+            raise OSError(number, f"map a BPF ring: {os.strerror(number)}")
+        self._ring = ctypes.c_void_p(made)
+
+    def fileno(self) -> int:
+        """Readable whenever a program has written."""
+        return _check(_libbpf().ring_buffer__epoll_fd(self._ring), "wait for a BPF ring")
+
+    def read(self) -> list[bytes]:
+        """What has been written since the last call; another process's reading counts."""
+        _check(_libbpf().ring_buffer__consume(self._ring), "read a BPF ring")
+        records, self._records = self._records, []
+        return records
+
+    def close(self) -> None:
+        _libbpf().ring_buffer__free(self._ring)
+        os.close(self._fd)
+
+    def _take(self, _context: int | None, data: int, size: int) -> int:
+        self._records.append(ctypes.string_at(data, size))
+        return 0
+
+
+_Sample = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 def probe() -> None:

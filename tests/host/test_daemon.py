@@ -67,6 +67,9 @@ def test_doctor_is_content_with_a_host_that_lacks_only_what_dsec_works_without(d
         findings = {finding.check: finding for finding in client.doctor().findings}
     assert findings["feature erofs-file"].needed
     assert not findings["feature core-scheduling"].needed
+    # Nobody has started it here.
+    assert (findings["dsec-dns"].ok, findings["dsec-dns"].needed) == (False, False)
+    assert "systemctl start dsec-dns" in findings["dsec-dns"].hint
     effective = re.search(r"^CapEff:\s*(\w+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert effective is not None
     may_raise_limits = int(effective[1], 16) >> _CAP_SYS_RESOURCE & 1

@@ -99,7 +99,7 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
 @pytest.fixture
 def process(daemon: Daemon) -> Iterator[DnsProcess]:
     with DnsProcess(daemon.path, "--resolv-conf", str(daemon.path.with_name("resolv.conf")), user="nobody") as process:
-        wait(lambda: daemon.link.connected, process)
+        wait(lambda: daemon.link.pid == process.process.pid, process)
         yield process
 
 
