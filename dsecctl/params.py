@@ -17,6 +17,7 @@ from click.shell_completion import CompletionItem
 from libdsec import Client
 from libdsec.errors import DsecError
 from libdsec.network import Policy, normal
+from libdsec.ports import parse as parse_port
 
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGTP]?)(?:iB|B)?", re.IGNORECASE)
 _DURATION = re.compile(
@@ -118,6 +119,18 @@ class NetworkPolicy(click.ParamType):
         return [CompletionItem(begun + comma + word) for word in words if word.startswith(last)]
 
 
+class PublishedPort(click.ParamType):
+    """``[ADDRESS:]HOST_PORT:PORT``, in its normal form."""
+
+    name = "port"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            return str(parse_port(str(value)))
+        except ValueError as error:
+            self.fail(f"'{value}': {error}", param, ctx)
+
+
 class _FromDaemon(click.ParamType):
     """A name that the daemon knows; completed from it, silently when it does not answer."""
 
@@ -178,7 +191,7 @@ class ExecId(_FromDaemon):
 
 
 SIZE, DURATION, CPUS, PAIR, VARIABLE = Size(), Duration(), Cpus(), Pair(), Variable()
-NETWORK_POLICY = NetworkPolicy()
+NETWORK_POLICY, PORT = NetworkPolicy(), PublishedPort()
 SANDBOX, IMAGE, SNAPSHOT, EXEC = SandboxName(), ImageName(), SnapshotName(), ExecId()
 
 

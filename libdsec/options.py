@@ -31,6 +31,7 @@ class SpecOptions(TypedDict, total=False):
     tmp_size_bytes: int
     shm_size_bytes: int
     network: t.Policy
+    publish: Sequence[str] | str
     cpu_class: Literal["latency", "batch"]
     limits: t.Limits
     apparmor: t.AppArmor | Mapping[str, Any] | None

@@ -30,6 +30,7 @@ from pydantic_core import ErrorDetails
 from libdsec import apparmor, network
 from libdsec.apparmor import AppArmor as AppArmor
 from libdsec.network import Policy as Policy
+from libdsec.ports import Publish as Publish
 
 MIB = 1 << 20
 INT64_MAX = (1 << 63) - 1
@@ -172,9 +173,7 @@ class SandboxSpec(Model):
     image: ImageRef = Field(description="the base image")
     workspace: ImageRef | None = Field(None, description="an image that carries its prefix, /workspace by default")
     toolkits: tuple[ImageRef, ...] = Field((), max_length=12, description="later ones lie on top")
-    command: tuple[Arg, ...] | None = Field(
-        None, min_length=1, max_length=4096, description="started as exec 'main' on create and start"
-    )
+    command: tuple[Arg, ...] | None = Field(None, min_length=1, max_length=4096, description="exec 'main' of a start")
     env: dict[EnvName, EnvValue] = Field(default_factory=dict, max_length=4096)
     user: User | None = Field(None, description="default: the image's, else root")
     workdir: GuestPath | None = Field(None, description="default: the image's, else the user's home")
@@ -183,6 +182,7 @@ class SandboxSpec(Model):
     tmp_size_bytes: int = Field(256 * MIB, ge=MIB, le=1 << 40, description="/tmp, a tmpfs")
     shm_size_bytes: int = Field(64 * MIB, ge=64 * 1024, le=1 << 40, description="/dev/shm")
     network: Network = Field("none", description="what it may reach: none, all or a list of rules; see docs/network.md")
+    publish: Publish = Field((), description="ports of the host's loopback: docs/network.md; 0 becomes the one chosen")
     cpu_class: Literal["latency", "batch"] = Field(
         "latency", description="batch gets what CPU time latency leaves, and shares no core with it; fixed at creation"
     )

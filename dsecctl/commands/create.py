@@ -20,6 +20,7 @@ from dsecctl.params import (
     IMAGE,
     NETWORK_POLICY,
     PAIR,
+    PORT,
     SIZE,
     SNAPSHOT,
     VARIABLE,
@@ -115,6 +116,10 @@ SPEC = options(
     click.option("--shm-size", "shm_size_bytes", type=SIZE, metavar="SIZE", help="Size of /dev/shm (64M)."),
     click.option("-l", "--label", "labels", type=PAIR, multiple=True, help="A label to find it by."),
     NETWORK,
+    click.option(
+        "-p", "--publish", type=PORT, multiple=True, metavar="[ADDRESS:]HOST_PORT:PORT",
+        help="Lead a port of the host's loopback to one of its; 0: any free one, which 'inspect' tells.",
+    ),
     click.option(
         "--ttl",
         "ttl_s",

@@ -43,12 +43,14 @@ def ps(app: App, *, labels: tuple[str, ...], states: tuple[str, ...]) -> None:
         for box in found:
             click.echo(box.id)
     else:
-        output.table(("ID", "STATE", "AGE", "BACKEND", "IMAGE", "LABELS"), [_row(box) for box in found])
+        output.table(("ID", "STATE", "AGE", "BACKEND", "IMAGE", "PORTS", "LABELS"), [_row(box) for box in found])
 
 
 def _row(box: t.Sandbox) -> tuple[str, ...]:
     labels = ",".join(f"{name}={value}" for name, value in sorted(box.spec.labels.items()))
-    return box.id, box.state.value, output.ago(box.created_at), box.spec.backend, box.spec.image, labels
+    # As they are reached by default, and only as long as a glance takes.
+    ports = ",".join(text.removeprefix("127.0.0.1:") for text in box.spec.publish)
+    return box.id, box.state.value, output.ago(box.created_at), box.spec.backend, box.spec.image, ports, labels
 
 
 @command("inspect", example="dsecctl inspect web")

@@ -16,6 +16,7 @@ from pathlib import Path
 from dsecd.core.lifecycle import Lifecycle
 from dsecd.core.live import Live
 from dsecd.core.principal import Principal
+from dsecd.core.publishing import any_free
 from dsecd.core.registry import Registry
 from libdsec.types import CreateRequest, SandboxList, SandboxSpec
 
@@ -50,8 +51,9 @@ class Copies:
         return SandboxList(sandboxes=tuple(copy.record.to_wire() for copy in copies))
 
     async def _copy(self, principal: Principal, model: Model, copy_id: str | None) -> Live:
-        # A host name of the user's own would be all copies'.
-        spec = model.spec.model_copy(update={"hostname": None})
+        # A host name of the user's own would be all copies', and a port of the host's is one's alone.
+        publish = any_free(model.spec.publish)
+        spec = model.spec.model_copy(update={"hostname": None, "publish": publish})
         async with self._gate:
             request = CreateRequest(spec=spec, id=copy_id)
             live = self._registry.admit(principal, request, layers=model.layers, snapshot=model.snapshot)

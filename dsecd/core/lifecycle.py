@@ -26,6 +26,7 @@ from dsecd.core.events import Events
 from dsecd.core.images.store import ImageStore
 from dsecd.core.ledger import Ledger
 from dsecd.core.live import Live
+from dsecd.core.publishing import Publishing
 from dsecd.core.store import Store
 from dsecd.core.tasks import Tasks
 from dsecd.core.watch import Watch, cause
@@ -52,6 +53,7 @@ class Lifecycle:
         self, store: Store, images: ImageStore, events: Events, tasks: Tasks, *, gone: Callable[[Live], None],
         deadline: Callable[[float, str], None], checkpoint: Checkpoint = no_checkpoint,
     ) -> None:
+        self.ports = Publishing(tasks)
         self._ledger = Ledger(store, events)
         self._images = images
         self.watch = Watch(tasks, self._ended, self._ledger)
@@ -67,8 +69,10 @@ class Lifecycle:
         async with live.lock:
             record, box = live.record, live.box
             try:
+                self.ports.bind(live)
                 await self._ledger.insert(live)
             except BaseException:
+                self.ports.close(live.id)
                 live.gone = True
                 self._gone(live)
                 raise
@@ -79,6 +83,7 @@ class Lifecycle:
                 await perform("create", steps, self._checkpoint)
                 copied, box.origin = box.origin is not None, None
                 await self._run(live, copied=copied)
+                await self.ports.serve(live)
             except BaseException as error:
                 # Also for a cancelled task: half a sandbox is nobody's. What is left of it is tried again later.
                 record.reason = str(error)
@@ -263,6 +268,7 @@ class Lifecycle:
         """Undo everything; the row goes last. What cannot be undone now is returned, and keeps the row for another
         try later."""
         self.watch.stop(live)
+        self.ports.close(live.id)
         steps = (*live.backend.disk_steps(live.box), *live.backend.run_steps(live.box))
         failures = await undo(plan, steps, self._checkpoint)
         try:

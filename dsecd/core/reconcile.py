@@ -55,11 +55,16 @@ async def reconcile(
     await _remove_strangers({record.id for record in found}, backends, checkpoint)
     for name, backend in backends.items():
         await backend.take_stock([live.box for live in lives if live.record.spec.backend == name])
+    for live in lives:
+        if live.record.intent not in ("create", "delete"):
+            lifecycle.ports.bind_again(live)
     shortages: list[NoCapacity] = []
 
     async def one(live: Live) -> None:
         try:
-            if shortage := await _take_over(live, lifecycle):
+            shortage = await _take_over(live, lifecycle)
+            await lifecycle.ports.serve(live)
+            if shortage:
                 shortages.append(shortage)
                 log.warning("sandbox=%s not taken over: %s", live.id, shortage)
         # Broad: a boundary between sandboxes. Whatever one of them is, the others must be served.

@@ -68,6 +68,7 @@ class Sandboxes:
     def let_go(self) -> None:
         """The daemon ends: they go on, and their ends are the next daemon's business."""
         self._lifecycle.watch.stop_all(self._registry.all())
+        self._lifecycle.ports.close_all()
 
     async def create(self, principal: Principal, request: CreateRequest, *, wait_s: float | None = None) -> Sandbox:
         live = self._registry.of_key(principal, request)

@@ -319,7 +319,7 @@ def test_exec_detached_then_attach_and_logs(daemon: FakeDaemon) -> None:
 def test_ps_and_other_tables(daemon: FakeDaemon) -> None:
     call(daemon, "update", "web", "-l", "job=7")
     lines = call(daemon, "ps", "-l", "job=7").stdout.splitlines()
-    assert lines[0].split() == ["ID", "STATE", "AGE", "BACKEND", "IMAGE", "LABELS"]
+    assert lines[0].split() == ["ID", "STATE", "AGE", "BACKEND", "IMAGE", "PORTS", "LABELS"]
     assert re.fullmatch(r"web +running +\S+ \S+ +container +debian:trixie +job=7", lines[1])
     assert len(call(daemon, "ps", "-l", "job=8").stdout.splitlines()) == 1
     assert "debian:trixie  abababababab  /       180 MiB  9000" in call(daemon, "image", "ls").stdout

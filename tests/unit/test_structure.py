@@ -45,7 +45,8 @@ MAY_IMPORT = {
 }
 #: The part of libdsec that the daemon may use: never its clients.
 CONTRACT = (
-    "libdsec.types", "libdsec.errors", "libdsec.routes", "libdsec.network", "libdsec.memory", "libdsec.snapshots",
+    "libdsec.types", "libdsec.errors", "libdsec.routes", "libdsec.network", "libdsec.ports", "libdsec.memory",
+    "libdsec.snapshots",
 )  # fmt: skip
 
 

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ports on the host's loopback that lead into a sandbox for as long as it exists."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from libdsec import Client
+from libdsec.errors import Conflict, FeatureMissing, InvalidSpec
+from libdsec.ports import parse
+from libdsec.types import SandboxSpec, State
+from tests.support.daemon import Daemon
+from tests.support.rootfs import debian_tar
+
+IMAGE = "debian:python"
+_CHECKOUT = Path(__file__).resolve().parents[2]
+#: Says its process's number, then what it hears.
+_SERVER = """
+import os, socket, threading
+server = socket.create_server(("127.0.0.1", 8000))
+def answer(connection):
+    with connection:
+        connection.sendall(b"%d\\n" % os.getpid())
+        while data := connection.recv(65536):
+            connection.sendall(data)
+while True:
+    threading.Thread(target=answer, args=(server.accept()[0],)).start()
+"""
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    with Daemon() as running:
+        with running.client() as client:
+            tar = str(debian_tar(include=("python3",)))
+            client.finish(client.image_import(name=IMAGE, source=tar, kind="rootfs-tar"))
+        yield running
+
+
+@pytest.fixture
+def client(daemon: Daemon) -> Iterator[Client]:
+    with daemon.client() as connected:
+        yield connected
+        for box in connected.list_all():
+            connected.delete(box.id)
+
+
+def make(client: Client, *publish: str) -> tuple[str, int]:
+    """A sandbox with a server, and the host's port of the first that it publishes."""
+    box = client.create(SandboxSpec(image=IMAGE, publish=publish, command=("python3", "-c", _SERVER)))
+    wait(lambda: ask(parse(box.spec.publish[0]).host_port) != "reset")
+    return box.id, parse(client.inspect(box.id).spec.publish[0]).host_port
+
+
+def wait(condition: object) -> None:
+    assert callable(condition)
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def ask(port: int, *, address: str = "127.0.0.1", timeout_s: float = 10.0) -> str:
+    """What comes of a connection: "echoed", or why not."""
+    try:
+        with socket.create_connection((address, port), timeout_s) as connection:
+            connection.sendall(b"hello")
+            connection.shutdown(socket.SHUT_WR)
+            said = b""
+            while data := connection.recv(100):
+                said += data
+    except ConnectionRefusedError:
+        return "refused"
+    except ConnectionResetError:
+        return "reset"
+    except TimeoutError:
+        return "silence"
+    return "echoed" if said.endswith(b"\nhello") else f"{said!r}"
+
+
+def listening() -> set[int]:
+    """Ports that anybody listens on, from the kernel's own list."""
+    texts = [Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6")]
+    lines = [line.split() for text in texts for line in text.splitlines()[1:]]
+    return {int(line[1].rpartition(":")[2], 16) for line in lines if line[3] == "0A"}
+
+
+def test_a_published_port_leads_into_a_sandbox_without_a_network(daemon: Daemon, client: Client) -> None:
+    box, port = make(client, "0:8000", "[::1]:0:8000")
+    six = parse(client.inspect(box).spec.publish[1])
+    assert (ask(port), ask(six.host_port, address="::1"), six.port) == ("echoed", "echoed", 8000)
+    assert client.network(box).addresses == ()
+    # On loopback alone: the machine's other addresses are nobody's business.
+    assert ask(port, address="127.0.0.2") == "refused"
+    data = os.urandom(3 << 20)
+    with socket.create_connection(("127.0.0.1", port), 20) as connection, connection.makefile("rb") as reading:
+        reading.readline()
+        for begin in range(0, len(data), 1 << 16):
+            connection.sendall(data[begin : begin + (1 << 16)])
+            assert reading.read(min(1 << 16, len(data) - begin)) == data[begin : begin + (1 << 16)]
+    shown = subprocess.run(
+        [_CHECKOUT / "bin/dsecctl", "--socket", daemon.socket, "ps"], capture_output=True, text=True, check=True
+    ).stdout
+    assert f"{port}:8000,[::1]:{six.host_port}:8000" in shown
+
+
+def test_it_is_taken_at_creation_or_creation_fails_and_is_free_after_the_end(client: Client) -> None:
+    before = listening()
+    box, port = make(client, "127.0.0.1:0:8000/tcp")
+    with pytest.raises(Conflict, match=f"publish '127.0.0.1:{port}:80' of .*listens on that port") as refused:
+        client.create(SandboxSpec(image=IMAGE, publish=("0:81", f"{port}:80")))
+    assert refused.value.hint is not None
+    assert [found.id for found in client.list_all()] == [box]
+    assert ask(port) == "echoed"
+    assert listening() - before == {port}
+    with socket.create_connection(("127.0.0.1", port), 10) as connection:
+        connection.recv(100)
+        client.delete(box)
+        with contextlib.suppress(ConnectionResetError):
+            assert connection.recv(100) == b""
+    assert listening() == before
+    assert ask(port) == "refused"
+    again = make(client, f"{port}:8000")
+    assert again[1] == port
+
+
+def test_it_stays_while_the_sandbox_is_paused_stopped_and_started(client: Client) -> None:
+    box, port = make(client, "0:8000")
+    client.pause(box)
+    assert ask(port, timeout_s=1.0) == "silence"
+    with socket.create_connection(("127.0.0.1", port), 10) as waiting:
+        client.resume(box)
+        assert waiting.recv(100).endswith(b"\n")
+    client.stop(box, grace_s=0)
+    assert ask(port) == "reset"
+    assert port in listening()
+    client.start(box)
+    wait(lambda: ask(port) == "echoed")
+
+
+def test_the_next_daemon_has_the_same_ports_at_once_and_waits_for_one_that_was_taken(daemon: Daemon) -> None:
+    with daemon.client() as client:
+        (one, port), (two, other) = make(client, "0:8000"), make(client, "0:8000")
+        daemon.kill()
+        assert ask(port) == "refused"
+        with socket.create_server(("127.0.0.1", other)):
+            daemon.start()
+            assert ask(port) == "echoed"
+            assert client.inspect(two).state is State.RUNNING
+        wait(lambda: ask(other) == "echoed")
+        daemon.stop()
+        daemon.start()
+        assert (ask(port), ask(other)) == ("echoed", "echoed")
+        assert client.inspect(one).spec.publish == (f"127.0.0.1:{port}:8000",)
+        for box in (one, two):
+            client.delete(box)
+
+
+def test_what_cannot_be_published_is_refused_by_name(client: Client) -> None:
+    with pytest.raises(InvalidSpec, match=r"port 1 '0.0.0.0:1:2': '0.0.0.0' is not .* of the loopback.*only tcp"):
+        client.create(SandboxSpec.model_construct(image=IMAGE, publish=("0.0.0.0:1:2", "1:1/udp")))
+    with pytest.raises(FeatureMissing, match="microVM"):
+        client.create(SandboxSpec(image=IMAGE, publish=("0:80",), backend="microvm"))
+    assert client.list_all() == ()
