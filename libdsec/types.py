@@ -259,6 +259,7 @@ class SandboxUsage(OpenModel):
     ``pids_current`` are the host's own count, None where it has no such controller; all else is the sandbox's word."""
 
     id: str
+    cgroup: str = Field("", description="where the host counts: a folder of its cgroup file system")
     processes: int = Field(description="now, the agent among them; the sandbox's word")
     execs_running: int = Field(description="the sandbox's word")
     execs_total: int = Field(description="commands started so far; the sandbox's word")

@@ -23,6 +23,7 @@ GROUPS: dict[str, dict[str, str]] = {
         "stats": "sandboxes:stats",
         "net": "network:net",
         "forward": "network:forward",
+        "trace": "trace:trace",
         "update": "sandboxes:update",
         "fork": "sandboxes:fork",
         "pause": "sandboxes:pause",

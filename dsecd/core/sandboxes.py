@@ -146,7 +146,8 @@ class Sandboxes:
             told = await link.usage()
         counted = await asyncio.to_thread(live.backend.usage, live.box)
         return SandboxUsage(
-            id=sandbox_id, processes=told.pid_count, execs_running=told.execs_running, execs_total=told.execs_total,
+            id=sandbox_id, cgroup=str(live.backend.cgroup(live.box)), processes=told.pid_count,
+            execs_running=told.execs_running, execs_total=told.execs_total,
             cpu_user_us=told.cpu_user_us, cpu_system_us=told.cpu_system_us, max_rss_kib=told.max_rss_kib,
             cpu_usage_us=counted.get("cpu.usage_usec"), memory_current_bytes=counted.get("memory.current"),
             pids_current=counted.get("pids.current"),

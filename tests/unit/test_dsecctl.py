@@ -95,7 +95,7 @@ def test_every_command_has_help_with_an_example_that_parses() -> None:
 def test_everything_asked_for_exists() -> None:
     wanted = (
         "run create exec ps inspect stats cp logs stop start rm pause resume wait update events host doctor api ops "
-        "mem attach image completion kill execs net forward fork snapshot"
+        "mem attach image completion kill execs net forward trace fork snapshot"
     )
     assert set(COMMANDS) == set(wanted.split())
     image = cli.get_command(click.Context(cli), "image")
@@ -125,7 +125,7 @@ JSON_CALLS: dict[str, tuple[str, ...]] = {
     "ps": ("ps",),
     "inspect": ("inspect", "web"),
     "net": ("net", "web"),
-    "forward": (),  # goes on until it is interrupted
+    **{name: () for name in ("forward", "trace")},  # go on until they are interrupted
     "stats": ("stats", "web"),
     "update": ("update", "web", "--label", "a=b"),
     "fork": ("fork", "--count", "2", "web"),
