@@ -59,6 +59,9 @@ class RequestLimits(_Section):
     max_request_bytes: int = Field(
         256 << 20, ge=1 << 16, le=1 << 32, description="of one JSON body; routes may allow less"
     )
+    max_body_bytes_per_user: int = Field(
+        512 << 20, ge=1 << 16, le=1 << 40, description="of all JSON bodies under way, for each uid but 0"
+    )
     max_connections_per_user: int = Field(
         4096, ge=16, le=1 << 20, description="open at a time, for each uid but 0"
     )

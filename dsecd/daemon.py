@@ -193,6 +193,7 @@ async def _serve(config: Config, taken: _Taken) -> None:
         server = Server(
             core, ROUTES, HANDLERS, functools.partial(of_socket, admin_gid=admin_gid),
             max_request_bytes=config.limits.max_request_bytes,
+            max_body_bytes_per_user=config.limits.max_body_bytes_per_user,
             max_connections_per_user=config.limits.max_connections_per_user,
         )  # fmt: skip
         async with _listening(config, taken, server):

@@ -57,6 +57,7 @@ class Route:
     answer: Literal["json", "stream"] = "json"  # of the response
     timeout_s: float = 60.0  # server side; streams have none
     body_limit_bytes: int = field(default=16 << 20)
+    values_max: int = 100_000  # in the JSON of a request
 
 
 _STATES = tuple(state.value for state in t.State)
@@ -79,7 +80,7 @@ ROUTES: tuple[Route, ...] = (
     Route("create", "POST", "/v1/sandboxes", Scope.SANDBOX, "Create a sandbox and start it.",
           t.CreateRequest, t.Sandbox, status=201, timeout_s=120),
     Route("create_batch", "POST", "/v1/sandboxes/batch", Scope.SANDBOX, "Create many; per-item results.",
-          t.BatchCreateRequest, t.Operation, status=202, body_limit_bytes=64 << 20),
+          t.BatchCreateRequest, t.Operation, status=202, body_limit_bytes=64 << 20, values_max=1_000_000),
     Route("list", "GET", "/v1/sandboxes", Scope.READ, "List sandboxes.", response=t.SandboxList,
           query=(Query("label", "list", doc="NAME=VALUE or NAME; all must match"),
                  Query("state", "list", choices=_STATES), Query("after"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl
@@ -18,6 +18,7 @@ from aiohttp import web
 from aiohttp.http import HttpVersion11
 from pydantic import BaseModel, ValidationError
 
+from dsecd.api.room import crowded
 from dsecd.api.sockets import Sockets
 from dsecd.api.wire import JSON, BadRequest, WrongMediaType
 from dsecd.core.principal import Principal
@@ -37,6 +38,8 @@ PATH_PARAMETERS = {
 }
 #: More errors than this in one request help nobody.
 ERRORS_MAX = 100
+#: Putting so many into words takes milliseconds, in which nobody else is served.
+_FINDINGS_MAX = 10_000
 _TRUTH = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -206,8 +209,8 @@ def check_encoding(request: web.BaseRequest) -> None:
         raise WrongMediaType("a body must not be compressed (Content-Encoding)")
 
 
-async def read_body(request: web.BaseRequest, limit: int) -> bytes:
-    """The whole body.  Raises TooLarge beyond ``limit`` bytes."""
+async def read_body(request: web.BaseRequest, limit: int, take: Callable[[int], None]) -> bytes:
+    """The whole body; ``take`` is told of each piece before it is kept.  Raises TooLarge beyond ``limit`` bytes."""
     check_encoding(request)
     announced = request.content_length
     if announced is not None and announced > limit:
@@ -219,14 +222,18 @@ async def read_body(request: web.BaseRequest, limit: int) -> bytes:
         size += len(piece)
         if size > limit:
             raise TooLarge(f"the body has more than {limit} bytes", limit=limit)
+        take(len(piece))
         pieces.append(piece)
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
 def read_model(
-    request: web.BaseRequest, data: bytes, model: type[M] | None
+    request: web.BaseRequest, data: bytes, model: type[M] | None, values_max: int
 ) -> tuple[M | None, list[dict[str, str]]]:
-    """The body as the route's request type and what is wrong with it.  No body stands for no fields."""
+    """The body as the route's request type and what is wrong with it.  No body stands for no fields.
+
+    Raises TooLarge for more than ``values_max`` values.
+    """
     if model is None:
         if data.strip() not in (b"", b"{}"):
             return None, [{"path": "body", "message": "this request takes none"}]
@@ -236,6 +243,8 @@ def read_model(
             f"the body must be {JSON}, got {request.headers.get('Content-Type', 'no Content-Type')[:80]!r}",
             hint=f"send the header 'Content-Type: {JSON}' (curl: --json)",
         )
+    if crowded(data, values_max):
+        raise TooLarge(f"the body has more than {values_max} values", limit=values_max)
     try:
         return model.model_validate_json(data or b"{}"), []
     except ValidationError as error:
@@ -244,6 +253,8 @@ def read_model(
 
 def explain(error: ValidationError) -> list[dict[str, str]]:
     """pydantic's findings in our form: ``spec.limits.pids_max``, ``spec.toolkits[2]``."""
+    if error.error_count() > _FINDINGS_MAX:
+        return [{"path": "body", "message": f"{error.error_count()} faults, too many to tell one by one"}]
     found = []
     for item in error.errors(include_url=False, include_input=False)[:ERRORS_MAX]:
         path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in item["loc"])

@@ -19,9 +19,10 @@ from aiohttp import WSMessage, WSMsgType, web
 from pydantic import ValidationError
 
 from dsecd.api.call import Call, explain, invalid
+from dsecd.api.room import crowded
 from dsecd.api.sockets import first_of
 from dsecd.core.execs import ExecStream
-from libdsec.errors import DsecError, InvalidSpec
+from libdsec.errors import DsecError, InvalidSpec, TooLarge
 from libdsec.types import ExecInfo, ResizeRequest, SignalRequest, StreamStart
 
 T = TypeVar("T")
@@ -35,6 +36,7 @@ STARTED, STDOUT, STDERR, STDIN_ACCEPTED, EXIT = 0x10, 0x11, 0x12, 0x13, 0x1F
 START_TIMEOUT_S = 10.0
 #: Messages of input held while the command does not read.
 STDIN_AHEAD = 4
+_VALUES_MAX = 100_000
 
 _OFFSET = struct.Struct("<Q")
 _KIND_OF_STREAM = {1: bytes([STDOUT]), 2: bytes([STDERR])}
@@ -144,6 +146,8 @@ class _Conversation:
 
 
 def _parse(read: Callable[[bytes | str], T], data: bytes | str) -> T:
+    if crowded(data.encode(errors="replace") if isinstance(data, str) else data, _VALUES_MAX):
+        raise TooLarge(f"exec stream: the message has more than {_VALUES_MAX} values", limit=_VALUES_MAX)
     try:
         return read(data)
     except ValidationError as error:

@@ -143,11 +143,13 @@ class Server:
         authenticate: Callable[[socket.socket], Principal],
         *,
         max_request_bytes: int,
+        max_body_bytes_per_user: int,
         max_connections_per_user: int,
     ) -> None:
         self.dispatcher = Dispatcher(
-            core, routes, handlers, principal_of, max_request_bytes=max_request_bytes
-        )
+            core, routes, handlers, principal_of,
+            max_request_bytes=max_request_bytes, max_body_bytes_per_user=max_body_bytes_per_user,
+        )  # fmt: skip
         self.authenticate = authenticate
         self._max_connections = max_connections_per_user
         self._by_uid: Counter[int] = Counter()

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from dsecd.backends.agentlink.frames import MAX_OFFSET
 from dsecd.backends.agentlink.link import (
     AgentError,
     AgentLink,
@@ -360,6 +361,9 @@ def test_upload_and_download(agent: Agent, tmp_path: Path) -> None:
         assert sent < 6_000_000  # holes are not sent
         async with link.get_file(str(path), offset=10, length=20) as reader:
             assert b"".join([piece async for _, piece in reader]) == data[10:30]
+        # More than any file has, of which offset and length together are no 64-bit number.
+        async with link.get_file(str(path), offset=20, length=MAX_OFFSET) as reader:
+            assert sum([len(piece) async for _, piece in reader]) == sent - 20
         async with await link.put_file(str(tmp_path / "gone")) as writer:
             await writer.write(0, b"x")
         async with link.get_file("/dev/zero") as reader:

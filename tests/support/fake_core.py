@@ -282,6 +282,7 @@ async def serving(
     authenticate: Callable[[socket.socket], Principal] | None = None,
     routes: Sequence[Route] = ROUTES,
     max_request_bytes: int = 1 << 30,
+    max_body_bytes_per_user: int = 1 << 30,
     max_connections_per_user: int = 1000,
     mode: int = 0o600,
 ) -> AsyncIterator[Api]:
@@ -302,7 +303,8 @@ async def serving(
     core = Core(events=events, operations=operations, **cast(Any, fakes))
     server = Server(
         core, routes, HANDLERS, authenticate or (lambda sock: of_socket(sock, admin_gid=None)),
-        max_request_bytes=max_request_bytes, max_connections_per_user=max_connections_per_user,
+        max_request_bytes=max_request_bytes, max_body_bytes_per_user=max_body_bytes_per_user,
+        max_connections_per_user=max_connections_per_user,
     )  # fmt: skip
     path = directory / "sock"
     await server.start(listen.bound(path, mode, "no-such-group"))

@@ -247,8 +247,9 @@ class AgentLink:
         window: int = FILE_WINDOW,
     ) -> FileReader:
         """A download of `length` bytes (0 = to the end) from `offset`; nothing is sent before `open` or iteration."""
-        if not 0 <= offset <= MAX_OFFSET or length < 0 or offset + length > MAX_OFFSET:
+        if not 0 <= offset <= MAX_OFFSET or length < 0:
             raise ValueError("a range outside of any file")
+        length = min(length, MAX_OFFSET - offset)  # no file has more; 0 behind all that one can have is nothing, too
         payload = _path(path, user) + u64(Tag.OFFSET, offset) + u64(Tag.BYTES, length)
         return FileReader(self._conn, payload, offset, length, window)
 
