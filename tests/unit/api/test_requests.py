@@ -246,9 +246,9 @@ def test_usage_is_told_with_none_for_what_the_host_does_not_count(tmp_path: Path
             answer = await client.get("/v1/sandboxes/s/usage")
         assert answer.status_code == 200
         assert answer.json() == {
-            "id": "s", "processes": 3, "execs_running": 1, "execs_total": 2, "cpu_user_us": 30, "cpu_system_us": 4,
-            "max_rss_kib": 5, "cpu_usage_us": 34, "memory_current_bytes": None, "pids_current": None,
-            "cpu_forced_idle_us": None,
+            "id": "s", "cgroup": "", "processes": 3, "execs_running": 1, "execs_total": 2, "cpu_user_us": 30,
+            "cpu_system_us": 4, "max_rss_kib": 5, "cpu_usage_us": 34, "memory_current_bytes": None,
+            "pids_current": None, "cpu_forced_idle_us": None,
         }  # fmt: skip
         assert [name for name, _ in api.sandboxes.calls] == ["usage"]
 
