@@ -123,7 +123,7 @@ async def build_core(config: Config, place: Place, store: Store, events: Events,
     return Core(
         sandboxes=sandboxes, forks=Forks(registry, copies, tasks), snapshots=snapshots, execs=Execs(registry),
         files=Files(registry),
-        images=ImageJobs(images, operations, events), events=events, operations=operations, host=host,
+        images=ImageJobs(images, registry, operations, events), events=events, operations=operations, host=host,
         memory=MemoryUse(registry, reclaim, place.cgroup_dir),
     )  # fmt: skip
 

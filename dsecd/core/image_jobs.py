@@ -10,7 +10,8 @@ from dsecd.core.events import Events
 from dsecd.core.images.store import ImageStore
 from dsecd.core.operations import Operations, Report
 from dsecd.core.principal import Principal
-from libdsec.errors import Denied
+from dsecd.core.registry import Registry
+from libdsec.errors import Denied, InvalidSpec
 from libdsec.types import BuildDebianRequest, ImageInfo, ImportRequest, Operation
 
 #: Where skopeo fetches over the network; its other transports read files of the host, with the daemon's
@@ -21,22 +22,35 @@ _REMOTE = ("docker://",)
 class ImageJobs:
     """The image store for principals. The scope ``image`` has been checked already."""
 
-    def __init__(self, images: ImageStore, operations: Operations, events: Events) -> None:
+    def __init__(
+        self, images: ImageStore, registry: Registry, operations: Operations, events: Events
+    ) -> None:
         self._images = images
+        self._registry = registry
         self._operations = operations
         self._events = events
 
-    def list(self) -> tuple[ImageInfo, ...]:
-        return tuple(self._images.list())
+    def list(self, principal: Principal) -> tuple[ImageInfo, ...]:
+        return tuple(self._shown(principal, info) for info in self._images.list())
 
-    def get(self, ref: str) -> ImageInfo:
+    def get(self, principal: Principal, ref: str) -> ImageInfo:
         """Raises NotFound."""
-        return self._images.get(ref)
+        return self._shown(principal, self._images.get(ref))
+
+    def _shown(self, principal: Principal, info: ImageInfo) -> ImageInfo:
+        """What is known of an image, without the sandboxes of others."""
+        if principal.is_admin:
+            return info
+        lives = [(holder, self._registry.get(holder)) for holder in info.held_by]
+        seen = tuple(holder for holder, live in lives if live and principal.sees(live.record.owner_uid))
+        return info.model_copy(update={"held_by": seen})
 
     async def import_image(self, principal: Principal, request: ImportRequest) -> Operation:
         """Start an import.  Raises Denied when someone else than root names a file of the host."""
         if not request.source.startswith(_REMOTE):
             _only_root(principal, f"import {request.source!r}", "pull it from a registry ('docker://…'), or ask root")
+            if not request.source.startswith("/") and ":" not in request.source.partition("/")[0]:
+                raise InvalidSpec(f"import {request.source!r}: a path of the host must be absolute")
 
         async def job(report: Report) -> ImageInfo:
             return self._told("image.imported", await self._images.import_image(request, progress=report))

@@ -20,11 +20,13 @@ _FILES: Mapping[str, type[errors.DsecError]] = {
     "not-found": errors.NotFound,
     "exists": errors.AlreadyExists,
     "denied": errors.Denied,
-    "no-such-user": errors.InvalidSpec,
     "no-space": errors.NoCapacity,
     "busy": errors.Conflict,
     "io-error": errors.BackendFailed,
 }
+
+_NO_SUCH_USER = "the sandbox has no such user or group"
+_USER_HINT = "a name in its /etc/passwd or /etc/group, or a number"
 
 _EXECS: Mapping[str, type[errors.DsecError]] = {
     "not-found": errors.NotFound,
@@ -51,6 +53,8 @@ def starting(doing: str, argv: Sequence[str]) -> contextlib.AbstractContextManag
     hint = "a command is a list of words; for a line in a shell's language run 'sh', '-c', LINE" if line else None
 
     def convert(error: AgentError) -> errors.DsecError:
+        if error.code == "no-such-user":
+            return errors.ExecNotStarted(f"{doing}: {_NO_SUCH_USER}", hint=_USER_HINT, reason=error.code)
         if error.code in _NOT_STARTED:
             return errors.ExecNotStarted(f"{doing}: {error.message or error.code}", hint=hint, reason=error.code)
         if error.code == "exists":
@@ -69,6 +73,8 @@ def files(doing: str) -> contextlib.AbstractContextManager[None]:
     """Around file calls."""
 
     def convert(error: AgentError) -> errors.DsecError:
+        if error.code == "no-such-user":
+            return errors.InvalidSpec(f"{doing}: {_NO_SUCH_USER}", hint=_USER_HINT, reason=error.code)
         cls = _FILES.get(error.code, errors.InvalidSpec)
         return cls(_text(doing, error), reason=error.code, errno=error.errno)
 

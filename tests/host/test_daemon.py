@@ -16,7 +16,8 @@ import pytest
 
 from dsecd.daemon import EX_CONFIG
 from dsecd.linux import apparmor
-from libdsec.errors import ConnectionFailed, FeatureMissing
+from libdsec import Sandbox
+from libdsec.errors import ConnectionFailed, FeatureMissing, InvalidSpec
 from libdsec.types import AppArmor, SandboxSpec
 from tests.support.daemon import Daemon
 from tests.support.rootfs import debian_tar
@@ -60,6 +61,17 @@ def test_who_asks_is_who_the_kernel_says(daemon: Daemon) -> None:
     denied = as_nobody(daemon, "DELETE", "/v1/images?ref=x")
     assert denied["code"] == "denied"
     assert denied["message"] == "image_remove: needs scope 'image', uid 65534 has read, sandbox"
+
+
+def test_users_are_not_told_what_others_have_made_of_an_image(daemon: Daemon, tmp_path: Path) -> None:
+    with daemon.client() as client:
+        client.finish(client.image_import("bare:1", str(tmp_path)))
+        with Sandbox(image="bare:1", client=client) as box:
+            assert client.image_inspect("bare:1").held_by == (box.id,)
+            assert as_nobody(daemon, "GET", "/v1/images/inspect?ref=bare:1")["held_by"] == []
+            assert as_nobody(daemon, "GET", "/v1/images")["images"][0]["held_by"] == []  # type: ignore[index]
+        with pytest.raises(InvalidSpec, match="must be absolute"):
+            client.image_import("bare:2", "bare.tar")
 
 
 def test_doctor_is_content_with_a_host_that_lacks_only_what_dsec_works_without(daemon: Daemon) -> None:

@@ -372,6 +372,7 @@ def test_exec_of_what_is_not_there_says_so(daemon: Daemon, client: Client) -> No
         with pytest.raises(ExecNotStarted) as caught:
             sandbox.exec("true", user="nosuchuser")
         assert caught.value.details["reason"] == "no-such-user"
+        assert "no such user or group" in caught.value.message
         with pytest.raises(ExecNotStarted) as caught:
             sandbox.exec("true", cwd="/nowhere")
         assert caught.value.details["reason"] == "bad-cwd"

@@ -233,7 +233,7 @@ class FakeFiles:
 
 
 class FakeImages:
-    def list(self) -> tuple[t.ImageInfo, ...]:
+    def list(self, _principal: Principal) -> tuple[t.ImageInfo, ...]:
         return ()
 
 

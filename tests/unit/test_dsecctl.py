@@ -125,7 +125,7 @@ JSON_CALLS: dict[str, tuple[str, ...]] = {
     "ps": ("ps",),
     "inspect": ("inspect", "web"),
     "net": ("net", "web"),
-    **{name: () for name in ("forward", "trace")},  # go on until they are interrupted
+    **dict.fromkeys(("forward", "trace"), ()),  # go on until they are interrupted
     "stats": ("stats", "web"),
     "update": ("update", "web", "--label", "a=b"),
     "fork": ("fork", "--count", "2", "web"),

@@ -16,11 +16,11 @@ from libdsec import types as t
 
 
 async def images(call: Call) -> BaseModel:
-    return t.ImageList(images=call.core.images.list())
+    return t.ImageList(images=call.core.images.list(call.principal))
 
 
 async def image_inspect(call: Call) -> BaseModel:
-    return call.core.images.get(call.required("ref"))
+    return call.core.images.get(call.principal, call.required("ref"))
 
 
 async def image_import(call: Call) -> BaseModel:
