@@ -95,22 +95,20 @@ static bool accept_field(struct request *out, unsigned tag, struct span value)
     enum shape shape = shape_of(tag);
     if (shape == SHAPE_UNKNOWN)
         return true;
-    uint64_t bit = (uint64_t)1 << tag;
-    if (shape != SHAPE_REPEATED && (out->present & bit))
+    if (shape != SHAPE_REPEATED && out->present[tag])
         return false;
     if (shape == SHAPE_NUMBER) {
         if (value.len != 8)
             return false;
         out->num[tag] = load_u64(value.data);
     }
-    out->present |= bit;
+    out->present[tag] = true;
     out->span[tag] = value;
     return true;
 }
 
 bool request_decode(const uint8_t *data, size_t len, struct request *out)
 {
-    _Static_assert(F_COUNT <= 64, "tags fit the presence bits");
     memset(out, 0, sizeof(*out));
     out->all = (struct span){data, len};
     size_t at = 0;
@@ -124,7 +122,7 @@ bool request_decode(const uint8_t *data, size_t len, struct request *out)
 
 bool request_has(const struct request *r, enum tag tag)
 {
-    return r->present >> tag & 1;
+    return r->present[tag];
 }
 
 uint64_t request_num(const struct request *r, enum tag tag, uint64_t otherwise)

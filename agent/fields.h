@@ -21,7 +21,7 @@ struct span {
 
 /* A decoded field list. Spans point into the payload it was decoded from. */
 struct request {
-    uint64_t present; /* bit per tag */
+    bool present[F_COUNT];
     uint64_t num[F_COUNT];
     struct span span[F_COUNT];
     struct span all; /* the whole list, for the repeated tags */

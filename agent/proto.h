@@ -53,6 +53,7 @@ enum frame_type {
     T_FREEZE = 0x38,
     T_LIMIT = 0x39,
     T_RENEW = 0x3a,
+    T_DIAL = 0x3b,
 };
 
 enum tag {
@@ -119,8 +120,9 @@ enum tag {
     F_EXECS_TOTAL,
     F_INO,
     F_CGROUP,
-    F_COUNT, /* one past the last tag of a request */
-    F_OOM_KILLS = F_COUNT,
+    F_OOM_KILLS,
+    F_PORT,
+    F_COUNT, /* one past the last tag */
 };
 
 /* START flags. */

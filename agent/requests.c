@@ -2,6 +2,7 @@
 /* What each request means. */
 #include "cgroup.h"
 #include "conn.h"
+#include "dial.h"
 #include "exec.h"
 #include "files.h"
 #include "machine.h"
@@ -448,6 +449,8 @@ static request_handler *handler_of(uint8_t type)
         return machine_limit;
     case T_RENEW:
         return machine_renew;
+    case T_DIAL:
+        return dial_begin;
     default:
         return NULL;
     }

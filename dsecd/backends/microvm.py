@@ -28,6 +28,7 @@ from libdsec.types import BackendState, Limits, NetworkState, SandboxSpec
 #: What a guest may take beyond the grace it was told, to write its files and to end.
 _LAST_WORDS_S = 5.0
 _FREEZE_S = 10.0
+_DIAL_S = 10.0
 #: Mechanisms without which there is no microVM at all.
 _NEEDED = frozenset((
     "mount-namespaces", "overlay-data-only", "erofs-file", "mkfs-erofs", "cgroup-v2", "cgroup-kill", "pidfd", "crun",
@@ -116,9 +117,15 @@ class MicrovmBackend:
         machines.check_network(policy)
 
     async def dial(self, box: Box, port: int) -> socket.socket:
-        raise errors.FeatureMissing(
-            f"connect to port {port} of '{box.id}': not supported for microVMs yet", feature="microvm-forward"
-        )
+        doing = f"connect to port {port} of '{box.id}'"
+        with translated(doing):
+            try:
+                async with asyncio.timeout(_DIAL_S):
+                    return await _link(box, "connect to").machine.dial(port)
+            except AgentError as error:
+                if error.code == "refused":
+                    raise errors.Refused(f"{doing}: nobody listens there") from error
+                raise
 
     def network(self, box: Box) -> NetworkState:
         return NetworkState(id=box.id, policy=box.spec.network)

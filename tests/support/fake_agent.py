@@ -81,7 +81,7 @@ TAGS = {
     "dropped_out": 39, "dropped_err": 40, "cpu_user_us": 41, "cpu_system_us": 42, "max_rss_kib": 43,
     "started_ns": 44, "finished_ns": 45, "code": 46, "errno": 47, "message": 48, "path": 49, "target": 50,
     "mode": 51, "uid": 52, "gid": 53, "size": 54, "mtime_ns": 55, "name": 56, "cursor": 57, "limit": 58, "part": 59,
-    "execs_running": 60, "execs_total": 61, "ino": 62, "cgroup": 63, "oom_kills": 64,
+    "execs_running": 60, "execs_total": 61, "ino": 62, "cgroup": 63, "oom_kills": 64, "port": 65,
 }  # fmt: skip
 
 _RAW = (0x05, 0x21)  # INPUT, DATA

@@ -84,6 +84,7 @@ class Type:
     FREEZE: Final = 0x38
     LIMIT: Final = 0x39
     RENEW: Final = 0x3A
+    DIAL: Final = 0x3B
 
 
 class Tag:
@@ -153,6 +154,7 @@ class Tag:
     INO: Final = 62
     CGROUP: Final = 63
     OOM_KILLS: Final = 64
+    PORT: Final = 65
 
 
 TYPE_NAMES: Final[dict[int, str]] = {

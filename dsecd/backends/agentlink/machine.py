@@ -2,11 +2,13 @@
 """Requests about a whole virtual machine. An agent in a container refuses them: its host does these things itself."""
 
 import os
+import socket
 import time
 
 from dsecd.backends.agentlink.calls import request
 from dsecd.backends.agentlink.connection import Connection
 from dsecd.backends.agentlink.frames import Tag, Type, raw, u64
+from dsecd.backends.agentlink.tunnel import Tunnel
 
 _ENTROPY_BYTES = 64
 
@@ -29,3 +31,8 @@ class MachineRequests:
     async def limit_pids(self, most: int) -> None:
         """Sets how many processes and threads all commands together may have."""
         await request(self._conn, Type.LIMIT, u64(Tag.PID_COUNT, most))
+
+    async def dial(self, port: int) -> socket.socket:
+        """Connects to a port on the guest's loopback; a socket that does not block. AgentError is `refused` when nobody
+        listens there."""
+        return await Tunnel(self._conn).open(port)
