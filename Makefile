@@ -10,7 +10,7 @@ PYTEST = python3 -m pytest --junit-xml="$$DSEC_DEV_CACHES/junit.xml"
 SHOW_KERNELS = DSEC_DEV_BIND="$${DSEC_DEV_BIND:-$(wildcard $(abspath $(CURDIR)/../shared/kernels))}"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-unit test-host test-vm lint bench bench-cpu bench-memory bench-microvm agent agent-check deb kernel guest-kernel-deb clean inside-test
+.PHONY: help demo test test-unit test-host test-vm lint bench bench-cpu bench-many bench-memory bench-microvm agent agent-check deb kernel guest-kernel-deb clean inside-test
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,6 +40,10 @@ lint: ## ruff and mypy
 bench: ## the figures of SPECIFICATION.md, beside their peers
 	@$(INSIDE) agent
 	@$(DEV) python3 -m tests.perf
+
+bench-many: ## creation beside 2,000 live sandboxes with a network; some minutes, and 4 GiB of memory
+	@$(INSIDE) agent
+	@$(DEV) python3 -m tests.perf --only many --many 2000
 
 bench-memory: ## what reclaim saves of idle sandboxes' memory, and what a neighbour feels; in a virtual machine
 	@$(INSIDE) deb

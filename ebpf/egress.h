@@ -12,7 +12,9 @@
 
 #define POLICY_BYTES 15
 #define RANGES_MAX 16
+#ifndef RECENT
 #define RECENT 8
+#endif
 /* Of one sandbox's refusals at most one in this time is put into the ring. */
 #define TELL_NS 1000000000ULL
 

@@ -107,17 +107,18 @@ class Egress:
         if not self._place.exists():
             self._load(program)
         opened = self._map("opened", OPENED_KEY_BYTES, OPENED_VALUE_BYTES)
+        self._counters = self._map("counters", 4, _COUNTER_BYTES)
+        self._told = self._map("told", 4, 8)
         for other in pins.iterdir():
             if other.is_dir() and other.name not in (digest, "links"):
-                _carry_over(other / "opened", opened)
+                for name, into in (("opened", opened), ("counters", self._counters), ("told", self._told)):
+                    _carry_over(other / name, into)
                 shutil.rmtree(other)
         self.from_sandbox = bpf.get(self._place / "from_sandbox")
         self.to_sandbox = bpf.get(self._place / "to_sandbox")
         self._policies = self._map("policies", KEY_BYTES, VALUE_BYTES)
         self._sandboxes = self._map("sandboxes", 4, _SANDBOX.size)
-        self._counters = self._map("counters", 4, _COUNTER_BYTES)
         self._namespaces = self._map("namespaces", 8, 4)
-        self._told = self._map("told", 4, 8)
         self._opened = opened
         #: Tells of devices to which something was refused.
         self.ring = bpf.Ring(bpf.get(self._place / "refusals"))
@@ -177,6 +178,9 @@ class Egress:
                     self._forget(key)
                 elif (data := self._sandboxes.get(key)) is not None:
                     self._holders[Entry.unpacked(data).policy_id] += 1
+            for key in list(self._counters.keys()):
+                if struct.unpack("=I", key)[0] not in alive:
+                    self._forget(key)
             for key in list(self._policies.keys()):
                 policy_id = key[4 : 4 + POLICY_BYTES]
                 if policy_id in self._holders:
@@ -188,13 +192,17 @@ class Egress:
         data = self._sandboxes.get(_u32(device))
         return None if data is None else Entry.unpacked(data)
 
-    def admit(self, device: int, entry: Entry, policy: Policy) -> None:
-        """From now on the device passes what the policy allows; its counters begin at zero."""
+    def admit(self, device: int, entry: Entry, policy: Policy, *, anew: bool = True) -> None:
+        """From now on the device passes what the policy allows; its counters begin at zero.
+
+        Not ``anew``: it was admitted under other programs, and goes on counting if its counters have come along.
+        """
         key = _u32(device)
         with self._lock, self._held(policy):
             old = self._sandboxes.get(key)
-            self._told.delete(key)
-            self._counters.set(key, bytes(_COUNTER_BYTES))
+            if anew or self._counters.get(key) is None:
+                self._told.delete(key)
+                self._counters.set(key, bytes(_COUNTER_BYTES))
             self._sandboxes.set(key, replace(entry, policy_id=policy.id).packed())
             if old is not None:
                 self._drop(Entry.unpacked(old).policy_id)
@@ -292,16 +300,17 @@ class Egress:
             self._policies.delete(key)
 
 
-def _carry_over(pinned: Path, opened: bpf.Map) -> None:
-    """What names have opened stays so under new programs, if these keep it in the same form."""
+def _carry_over(pinned: Path, into: bpf.Map) -> None:
+    """What was counted and what names have opened is kept under new programs, if these keep it in the same form."""
     try:
-        old = bpf.Map(bpf.get(pinned), OPENED_KEY_BYTES, OPENED_VALUE_BYTES)
+        fd = bpf.get(pinned)
     except FileNotFoundError:
         return
-    if bpf.sizes(old.fd) == bpf.sizes(opened.fd):
+    old = bpf.Map(fd, *bpf.sizes(fd))
+    if bpf.sizes(fd) == bpf.sizes(into.fd):
         for key in list(old.keys()):
             if (value := old.get(key)) is not None:
-                opened.set(key, value)
+                into.set(key, value)
     old.close()
 
 

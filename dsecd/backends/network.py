@@ -144,7 +144,7 @@ class Network:
                     netns.enter(ns_fd)
                 with Netlink() as inner:
                     cookie = inner.namespace_cookie()
-                egress.admit(lease.index, lease.entry(cookie), self._compiled(policy))
+                egress.admit(lease.index, lease.entry(cookie), self._compiled(policy), anew=False)
             egress.set_policy(lease.index, self._compiled(policy))
             egress.openings.keep(lease.index, name_rules(policy).tags)
             _watch(host, egress, lease)

@@ -6,6 +6,7 @@ is in test_egress.py.
 """
 
 import contextlib
+import re
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from tests.support.netlab import FAR4, FAR6, HOST4, HOST6, METADATA4, NEAR4, NEA
 from tests.support.rootfs import debian_tar
 
 IMAGE = "debian:python"
+_CHECKOUT = Path(__file__).resolve().parents[2]
 _REACH_FILE = Path(__file__).resolve().parents[1] / "support" / "reach.py"
 _REACH = _REACH_FILE.read_bytes()
 
@@ -241,6 +243,73 @@ def test_enforcement_and_connections_do_not_need_the_daemon(lab: Lab, daemon: Da
             f"tcp/{NEAR4}/443": HOST4, f"tcp/{FAR4}/443": "EPERM",
         }  # fmt: skip
     assert not [line for line in lab.packets()[seen:] if f" {FAR4} 80 " in line]
+
+
+@contextlib.contextmanager
+def _another_build(daemon: Daemon, *options: str) -> Iterator[None]:
+    """While the block lasts, the daemon finds programs that were built with these options of the compiler."""
+    built = _CHECKOUT / "build/ebpf/egress.bpf.o"
+    other = Path("/run/another-egress.bpf.o")
+    libraries = subprocess.run(["gcc", "-print-multiarch"], capture_output=True, text=True, check=True).stdout.strip()
+    subprocess.run(
+        ["clang", "-O2", "-g", f"-I/usr/include/{libraries}", "-target", "bpf", "-mcpu=v3", *options, "-c", "-o", other,
+         _CHECKOUT / "ebpf/egress.bpf.c"], check=True,
+    )  # fmt: skip
+    assert other.read_bytes() != built.read_bytes()
+    # The mount namespace is that of all daemons of its directory.
+    inside = ["nsenter", f"--mount=/proc/{daemon.pid}/ns/mnt", "--"]
+    subprocess.run([*inside, "mount", "--bind", other, built], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run([*inside, "umount", built], check=True)
+
+
+def _programs(lab: Lab, device: str) -> list[str]:
+    """Ids of the programs on a device, as the kernel lists them."""
+    shown = "".join(lab.run(lab.host, f"tc filter show dev {device} {place}") for place in ("ingress", "egress"))
+    return re.findall(r"(?:from|to)_sandbox direct-action .* id (\d+) ", shown)
+
+
+@pytest.mark.parametrize(("options", "kept"), [(("-DBUILD=2",), True), (("-DBUILD=2", "-DRECENT=4"), False)])
+def test_programs_of_another_build_are_exchanged_and_nothing_is_open_meanwhile(
+    options: tuple[str, ...], *, kept: bool
+) -> None:
+    with Lab() as lab, Daemon(netns=lab.host) as daemon:
+        with _another_build(daemon, *options), daemon.client() as client:
+            tar = str(debian_tar(include=("python3",)))
+            client.finish(client.image_import(name=IMAGE, source=tar, kind="rootfs-tar"))
+            box = make(client, f"tcp:{FAR4}:443")
+            stream = ("python3", "-c", _REACH.decode(), f"stream/{FAR4}/443")
+            client.exec_start(box, ExecRequest(argv=stream, exec_id="stream"))
+            client.exec_start(box, ExecRequest(argv=("python3", "-c", _KNOCK, FAR4, NEAR4), exec_id="knock"))
+            time.sleep(0.5)
+            before, seen = client.network(box), len(lab.packets())
+        (old,) = _folders(daemon)
+        programs, after = _programs(lab, before.device), before
+        for _again in range(2):
+            daemon.restart()
+            with daemon.client() as client:
+                at = client.exec_output(box, "stream").end
+                assert reach(client, box, f"tcp/{FAR4}/443", f"tcp/{NEAR4}/443") == {
+                    f"tcp/{FAR4}/443": HOST4, f"tcp/{NEAR4}/443": "EPERM",
+                }  # fmt: skip
+                assert client.exec_inspect(box, "stream").running
+                assert client.exec_output(box, "stream").end > at
+                assert client.exec_output(box, "knock").data == b""
+                after = client.network(box)
+        assert len(programs) == 2 and not set(programs) & set(_programs(lab, before.device))
+        assert len(_folders(daemon)) == 1 and _folders(daemon) != [old]
+        assert (after.sent_packets > before.sent_packets) or not kept
+        assert (after.denied > before.denied) or not kept
+        forbidden = (f" {FAR4} 80 ", f" {NEAR4} 443 ")
+        assert not [line for line in lab.packets()[seen:] if any(text in line for text in forbidden)]
+
+
+def _folders(daemon: Daemon) -> list[str]:
+    """Of pinned programs."""
+    place = Path(f"/proc/{daemon.pid}/root/{daemon.runtime_dir}/bpf")
+    return [path.name for path in place.iterdir() if (path / "from_sandbox").exists()]
 
 
 def _life(daemon: Daemon) -> None:

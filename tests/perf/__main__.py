@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`make bench`: every figure of SPECIFICATION.md next to its peer, as a table and as JSON.
 
-    python3 -m tests.perf [--rounds N] [--json FILE]
+    python3 -m tests.perf [--rounds N] [--many COUNT] [--only network|many] [--json FILE]
 
 Fewer rounds than a promise names make its verdict PENDING: they prove nothing. Exits 1 when a promise is broken.
 """
@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from libdsec.types import SandboxSpec
-from tests.perf import image_import, network, sandboxes
+from tests.perf import image_import, many, network, sandboxes
 from tests.perf.report import Figure, Side
 from tests.support.daemon import Daemon
 from tests.support.rootfs import debian_tar
@@ -70,10 +70,19 @@ def _ms(seconds: list[float]) -> tuple[float, ...]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python3 -m tests.perf")
     parser.add_argument("--rounds", type=int, default=200, help="of the sandbox figures")
+    parser.add_argument(
+        "--many", type=int, default=0, metavar="COUNT", help="also creation beside so many live sandboxes; takes minutes"
+    )
+    parser.add_argument("--only", choices=("network", "many"), help="no other figures than those of the network")
     parser.add_argument("--json", type=Path, help="where to write every sample")
     options = parser.parse_args()
-    figures = sandbox_figures(options.rounds) + import_figures(max(1, min(3, options.rounds // 50)))
-    figures += network.figures(options.rounds)
+    figures = []
+    if options.only is None:
+        figures += sandbox_figures(options.rounds) + import_figures(max(1, min(3, options.rounds // 50)))
+    if options.only != "many":
+        figures += network.figures(options.rounds)
+    if options.many:
+        figures += many.figures(options.many, min(50, options.rounds))
     kernel = platform.release()
     print(f"Linux {kernel}, {platform.machine()}, times in milliseconds\n")
     for figure in figures:

@@ -25,7 +25,7 @@ from tests.support.netlab import NEAR4, Lab
 from tests.support.rootfs import debian_tar
 
 IMAGE = "bench:python"
-_POLICY = ("tcp:203.0.113.0/24:443", "udp:*:53", "[2001:db8::]/32", "tcp:*:8000-9000", "icmp:*")
+POLICY = ("tcp:203.0.113.0/24:443", "udp:*:53", "[2001:db8::]/32", "tcp:*:8000-9000", "icmp:*")
 _STREAM_BYTES = 256 << 20
 _PORT = 8443
 
@@ -68,7 +68,7 @@ def creation(client: Client, rounds: int) -> Figure:
     """In turn, so that both meet the same moments."""
     samples: tuple[list[float], list[float]] = ([], [])
     for number in range(rounds + 2):
-        for side, network in zip(samples, (_POLICY, "none"), strict=True):
+        for side, network in zip(samples, (POLICY, "none"), strict=True):
             began = time.perf_counter()
             box = client.create(SandboxSpec(image=IMAGE, network=network)).id
             if number >= 2:
@@ -76,14 +76,14 @@ def creation(client: Client, rounds: int) -> Figure:
             client.delete(box)
     return Figure(
         "creation with a network",
-        Side("with", f"create --network {','.join(_POLICY)}", tuple(samples[0])),
+        Side("with", f"create --network {','.join(POLICY)}", tuple(samples[0])),
         Side("without", "create", tuple(samples[1])), limit=1.3, wanted_n=50,
     )  # fmt: skip
 
 
 def throughput(lab: Lab, client: Client, rounds: int) -> Figure:
     """One stream out of a sandbox, and out of one whose device the programs were taken off."""
-    watched, bare = (client.create(SandboxSpec(image=IMAGE, network=_POLICY)).id for _ in range(2))
+    watched, bare = (client.create(SandboxSpec(image=IMAGE, network=POLICY)).id for _ in range(2))
     lab.run(lab.host, f"tc qdisc del dev {client.network(bare).device} clsact")
     samples: tuple[list[float], list[float]] = ([], [])
     with _sink(lab):
@@ -120,13 +120,13 @@ def _sink(lab: Lab) -> Iterator[None]:
 
 def change(client: Client, rounds: int) -> Figure:
     """From the request until a connection in the sandbox sees the other policy; the peer is the promise."""
-    box = client.create(SandboxSpec(image=IMAGE, network=_POLICY)).id
+    box = client.create(SandboxSpec(image=IMAGE, network=POLICY)).id
     client.exec_start(box, ExecRequest(argv=("python3", "-c", _KNOCK), exec_id="knock"))
     seen = []
     for number in range(rounds):
         _lines(client, box, number + 1)
         began = time.clock_gettime(time.CLOCK_MONOTONIC)
-        policy = (*_POLICY, f"udp:{NEAR4}:{_PORT}") if number % 2 == 0 else _POLICY
+        policy = (*POLICY, f"udp:{NEAR4}:{_PORT}") if number % 2 == 0 else POLICY
         client.update(box, network=policy)
         seen.append((float(_lines(client, box, number + 2)[-1]) - began) * 1000)
     client.delete(box)
@@ -170,7 +170,7 @@ def many_policies(rounds: int) -> Figure:
     times = []
     try:
         for number in range(3000):
-            policy = compiled(rules((*_POLICY, f"tcp:198.51.{number >> 8}.{number & 255}:443")))
+            policy = compiled(rules((*POLICY, f"tcp:198.51.{number >> 8}.{number & 255}:443")))
             entry = Entry(bytes(POLICY_BYTES), IPv4Address(number), None, bytes(6), bytes(6), number)
             began = time.perf_counter()
             egress.admit(1 << 24 | number, entry, policy)
