@@ -71,7 +71,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python3 -m tests.perf")
     parser.add_argument("--rounds", type=int, default=200, help="of the sandbox figures")
     parser.add_argument(
-        "--many", type=int, default=0, metavar="COUNT", help="also creation beside so many live sandboxes; takes minutes"
+        "--many", type=int, default=0, metavar="COUNT", help="also creation beside so many live sandboxes; minutes"
     )
     parser.add_argument("--only", choices=("network", "many"), help="no other figures than those of the network")
     parser.add_argument("--json", type=Path, help="where to write every sample")
