@@ -30,7 +30,7 @@ from tests.support.rootfs import debian_tar
 
 _IMAGE = "debian:trixie"
 _UID = 0x6F00_0000
-_COPIES = 3
+_COPIES = 2
 _AGENT = Path(__file__).resolve().parents[2] / "build/agent/dsec-agent"
 pytestmark = pytest.mark.timeout(600)
 
