@@ -126,13 +126,18 @@ def _failures(given: Sequence[str]) -> Iterator[None]:
             _say(exc.message, exc.hint)
         sys.exit(_runner_status(exc) if runs else exc.exit_status)
     except NobodyReads:
-        # Python would complain once more while closing it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _give_up_output()
         sys.exit(BROKEN_PIPE)
     except OSError as exc:
         name = f" {os.fspath(exc.filename)!r}" if exc.filename is not None else ""
         _say(f"{_command_of(given) or 'dsecctl'}{name}: {exc.strerror or exc}", None)
+        _give_up_output()
         sys.exit(OWN_FAILURE if runs else 1)
+
+
+def _give_up_output() -> None:
+    """What could not be written stays unwritten; Python would complain once more while closing it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _runner_status(exc: DsecError) -> int:

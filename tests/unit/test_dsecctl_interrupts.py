@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""dsecctl that is told to end: while it is imported, while a finalizer runs, while it cleans up; and hostile errors."""
+"""dsecctl that is told to end: during imports, in a finalizer, while it cleans up; with streams that are none."""
 
 from __future__ import annotations
 
@@ -107,6 +107,24 @@ def test_what_a_sandbox_says_in_an_error_does_not_drive_the_terminal(daemon: Fak
         done = CliRunner(mix_stderr=False).invoke(cli, ["--socket", daemon.socket, *arguments])
         assert "inspect 'web': ?]0;title??[2J" in done.stderr
         assert not set("\x1b\x07\x9b") & set(done.stderr)
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_that_are_closed_are_empty(daemon: FakeDaemon, closed: str) -> None:
+    daemon.make(t.CreateRequest(spec=t.SandboxSpec(image="debian:trixie"), id="web"))
+    for words in ("ps", "exec -i web cat"):
+        command = f"exec {sys.executable} -m dsecctl --socket {daemon.socket} {words} {closed}"
+        done = subprocess.run(
+            ["sh", "-c", command], cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, timeout=30, check=False
+        )
+        assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_output_that_cannot_be_written_is_one_error(daemon: FakeDaemon) -> None:
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, "-m", "dsecctl", "--socket", daemon.socket, "ps"]
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, timeout=30, check=False)
+    assert (done.returncode, done.stderr) == (1, b"dsecctl: ps: No space left on device\n")
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
