@@ -30,6 +30,7 @@
 #define RESERVE_BYTES ((uint64_t)32 << 20) /* of the machine's memory, for the agent and the kernel */
 
 static char line[LINE_BYTES]; /* the kernel's command line */
+static bool kept_resolv_conf;
 
 _Noreturn void guest_end(void)
 {
@@ -190,8 +191,27 @@ static void mount_tree(void)
     mount_at("/dev/vda", "/disk", "ext4", MS_NODEV | MS_NOATIME, "discard");
     make_dir("/disk/upper");
     make_dir("/disk/work");
+    struct stat found;
+    kept_resolv_conf = lstat("/disk/upper/etc/resolv.conf", &found) == 0;
     snprintf(options, sizeof(options), "lowerdir=%s,upperdir=/disk/upper,workdir=/disk/work,redirect_dir=on", lower);
     mount_at("dsec", "/root", "overlay", MS_NODEV | (number("dsec.readonly") ? MS_RDONLY : 0u), options);
+}
+
+/*
+ * Over what the image has, which is of another machine. One that the sandbox has made or removed itself lies above it,
+ * and stays.
+ */
+static void name_server(void)
+{
+    char server[WORD_BYTES], text[WORD_BYTES + 16];
+    if (kept_resolv_conf || !word("dsec.dns", server))
+        return;
+    (void)unlink("/etc/resolv.conf");
+    int fd = open("/etc/resolv.conf", O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0644);
+    if (fd < 0)
+        return;
+    (void)!write(fd, text, (size_t)snprintf(text, sizeof(text), "nameserver %s\n", server));
+    close(fd);
 }
 
 static void mount_tmpfs(const char *path, const char *parameter, unsigned long flags)
@@ -302,6 +322,7 @@ int guest_enter(void)
     umask(022);
     mount_the_rest();
     name_host();
+    name_server();
     give_memory_back();
     return make_cgroup();
 }

@@ -2,12 +2,14 @@
 #include "machine.h"
 
 #include "cgroup.h"
+#include "net.h"
 #include "spawn.h"
 
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
 #include <linux/random.h>
+#include <net/if.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -161,6 +163,19 @@ void machine_renew(struct conn *conn, uint32_t channel, const struct request *r)
     }
     renew_machine_id();
     reply_ok(conn, channel);
+}
+
+void machine_network(struct conn *conn, uint32_t channel, const struct request *r)
+{
+    char device[IFNAMSIZ];
+    if (refused(conn, channel))
+        return;
+    if (!request_string(r, F_NAME, device, sizeof(device)) || !request_has(r, F_TARGET))
+        reply_error(conn, channel, "invalid", EINVAL, "NAME and TARGET are needed");
+    else if (net_configure(device, r->span[F_TARGET]) < 0)
+        reply_failed(conn, channel, errno);
+    else
+        reply_ok(conn, channel);
 }
 
 void machine_limit(struct conn *conn, uint32_t channel, const struct request *r)

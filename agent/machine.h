@@ -8,6 +8,8 @@
 void machine_freeze(struct conn *conn, uint32_t channel, const struct request *r);
 /* A copy of a machine becomes one of its own: entropy, clock, host name, machine id. */
 void machine_renew(struct conn *conn, uint32_t channel, const struct request *r);
+/* Requests of rtnetlink(7) for one device. */
+void machine_network(struct conn *conn, uint32_t channel, const struct request *r);
 void machine_limit(struct conn *conn, uint32_t channel, const struct request *r);
 
 #endif

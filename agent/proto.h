@@ -54,6 +54,7 @@ enum frame_type {
     T_LIMIT = 0x39,
     T_RENEW = 0x3a,
     T_DIAL = 0x3b,
+    T_NETWORK = 0x3c,
 };
 
 enum tag {

@@ -451,6 +451,8 @@ static request_handler *handler_of(uint8_t type)
         return machine_renew;
     case T_DIAL:
         return dial_begin;
+    case T_NETWORK:
+        return machine_network;
     default:
         return NULL;
     }

@@ -41,6 +41,7 @@ class NetworkSite:
     program: Path  # the compiled ebpf/egress.bpf.c
     names: NameService
     dns_server: IPv4Address  # where dsec-dns answers; an address of the host
+    made: dict[str, object] = field(default_factory=dict, compare=False)  # what all backends share of it
 
 
 @dataclass(frozen=True)

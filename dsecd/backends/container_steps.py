@@ -15,13 +15,13 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from dsecd.backends import network
 from dsecd.backends.agentlink.link import connect
 from dsecd.backends.base import Box, Site, translated
 from dsecd.backends.confinement import Confinement
 from dsecd.backends.cookies import Cookies
 from dsecd.backends.launch import Launcher
 from dsecd.backends.limits import LimitWriter
-from dsecd.backends.network import Network
 from dsecd.backends.network_steps import NetworkSteps
 from dsecd.backends.oomwatch import OomWatch
 from dsecd.backends.plan import in_thread
@@ -54,7 +54,7 @@ class ContainerSteps:
         self.cookies = Cookies(site.core_scheduling)
         self._launcher = Launcher(site, self._disks, self.cookies)
         self.limits = LimitWriter(site.cgroup_dir, site.state_dir)
-        self.network = NetworkSteps(Network(site), self._launcher.pid)
+        self.network = NetworkSteps(network.shared(site), self._launcher.pid)
         self._kills = OomWatch()
         self.confinement = Confinement(
             site.apparmor, lambda box: self.cgroup(box).exists(), state_dir=site.state_dir, cache_dir=site.cache_dir

@@ -53,7 +53,7 @@ class Entry:
     ipv6: IPv6Address | None
     mac: bytes
     host_mac: bytes
-    cookie: int
+    cookie: int  # of its network namespace; 0: it has none on this host
 
     def packed(self) -> bytes:
         ipv6 = self.ipv6.packed if self.ipv6 is not None else bytes(16)
@@ -206,7 +206,8 @@ class Egress:
             self._sandboxes.set(key, replace(entry, policy_id=policy.id).packed())
             if old is not None:
                 self._drop(Entry.unpacked(old).policy_id)
-            self._namespaces.set(struct.pack("=Q", entry.cookie), key)
+            if entry.cookie:
+                self._namespaces.set(struct.pack("=Q", entry.cookie), key)
 
     def set_policy(self, device: int, policy: Policy) -> None:
         """Exchange the policy: each packet is judged by all of the old one or all of the new one.
@@ -272,8 +273,8 @@ class Egress:
         self._counters.delete(key)
         self._told.delete(key)
         self.openings.forget(struct.unpack("=I", key)[0])
-        if data is not None:
-            self._namespaces.delete(struct.pack("=Q", Entry.unpacked(data).cookie))
+        if data is not None and (cookie := Entry.unpacked(data).cookie):
+            self._namespaces.delete(struct.pack("=Q", cookie))
 
     @contextlib.contextmanager
     def _held(self, policy: Policy) -> Iterator[None]:

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from ipaddress import IPv4Address
 from pathlib import Path
 
 from dsecd.backends import oci
 from dsecd.backends.base import MachineSettings
 from dsecd.backends.limits import DEFAULT_PIDS_MAX, attributes_without_disk
-from dsecd.vmm.base import ALIGN_BYTES, Machine
+from dsecd.vmm.base import ALIGN_BYTES, Machine, Nic
 from dsecd.vmm.guest import Boot
 from libdsec import errors
-from libdsec.network import Policy
 from libdsec.types import Limits, SandboxSpec
 
 #: What a monitor needs beside its guest's memory: its own, and translated code.
@@ -32,31 +32,45 @@ _OF_GUEST = ("memory_max_bytes", "memory_oom_group", "pids_max")
 
 
 def machine(
-    sandbox_id: str, spec: SandboxSpec, settings: MachineSettings, boot: Boot, *, environment: Path, disk: Path
+    sandbox_id: str, spec: SandboxSpec, settings: MachineSettings, boot: Boot, *, environment: Path, disk: Path,
+    dns_server: IPv4Address | None = None, nics: tuple[Nic, ...] = (),
 ) -> Machine:
     """The machine of a sandbox."""
     permil = spec.limits.cpu_max_permil
     return Machine(
-        kernel=boot.kernel, initramfs=boot.initramfs, cmdline=command_line(sandbox_id, spec, settings),
+        kernel=boot.kernel, initramfs=boot.initramfs, cmdline=command_line(sandbox_id, spec, settings, dns_server),
         vcpus=settings.vcpus if permil is None else min(_VCPUS_MAX, -(-permil // 1000)),
         memory_bytes=_memory(spec.limits, settings) // ALIGN_BYTES * ALIGN_BYTES,
-        layers=(environment,), disk=disk,
+        layers=(environment,), disk=disk, nics=nics,
     )  # fmt: skip
 
 
 def note(machine: Machine, path: Path) -> None:
     """Write down what a copy of the machine must have like it. Blocks."""
-    sizes = {"cmdline": machine.cmdline, "vcpus": machine.vcpus, "memory_bytes": machine.memory_bytes}
+    sizes = {
+        "cmdline": machine.cmdline, "vcpus": machine.vcpus, "memory_bytes": machine.memory_bytes,
+        "network": bool(machine.nics),
+    }  # fmt: skip
     path.write_text(json.dumps(sizes))
 
 
-def noted(path: Path, boot: Boot, *, environment: Path, disk: Path) -> Machine:
-    """The machine that ``note`` wrote down, over files of its own. Blocks."""
+def noted(path: Path, boot: Boot, *, environment: Path, disk: Path, nics: tuple[Nic, ...]) -> Machine:
+    """The machine that ``note`` wrote down, over files and devices of its own. Blocks."""
     sizes = json.loads(path.read_text())
-    return Machine(kernel=boot.kernel, initramfs=boot.initramfs, layers=(environment,), disk=disk, **sizes)
+    sizes.pop("network", None)
+    return Machine(
+        kernel=boot.kernel, initramfs=boot.initramfs, layers=(environment,), disk=disk, nics=nics, **sizes
+    )
 
 
-def command_line(sandbox_id: str, spec: SandboxSpec, settings: MachineSettings) -> str:
+def noted_network(path: Path) -> bool:
+    """Whether the machine that ``note`` wrote down has a network device. Blocks."""
+    return bool(json.loads(path.read_text()).get("network", False))
+
+
+def command_line(
+    sandbox_id: str, spec: SandboxSpec, settings: MachineSettings, dns_server: IPv4Address | None
+) -> str:
     """What the agent is told by the kernel's command line (``agent/guest.c``)."""
     words = {
         "layers": 1,
@@ -67,6 +81,8 @@ def command_line(sandbox_id: str, spec: SandboxSpec, settings: MachineSettings) 
         "shm": spec.shm_size_bytes,
         "readonly": int(spec.readonly_root),
     }
+    if dns_server is not None:
+        words["dns"] = str(dns_server)
     words |= {
         "damon_age": settings.reclaim_age_s,
         "damon_quota": settings.reclaim_bytes_per_s,
@@ -94,7 +110,6 @@ def host_limits(limits: Limits, settings: MachineSettings) -> Limits:
 
 def check(spec: SandboxSpec) -> None:
     """Raise InvalidSpec for a machine that could not boot, FeatureMissing for what only containers have."""
-    check_network(spec.network)
     if spec.publish:
         raise errors.FeatureMissing("spec.publish: no port of a microVM can be reached yet", feature="microvm-forward")
     if spec.cpu_class == "batch":
@@ -106,12 +121,6 @@ def check(spec: SandboxSpec) -> None:
         raise errors.InvalidSpec(
             f"spec.limits.memory_max_bytes: a microVM needs at least {_MEMORY_MIN_BYTES >> 20} MiB, got {asked} bytes"
         )
-
-
-def check_network(policy: Policy) -> None:
-    """Raise FeatureMissing for one that opens anything."""
-    if policy != "none":
-        raise errors.FeatureMissing("spec.network: a microVM has no network device yet", feature="microvm-network")
 
 
 def check_change(sandbox_id: str, old: Limits, new: Limits) -> None:

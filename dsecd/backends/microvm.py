@@ -58,6 +58,7 @@ class MicrovmBackend:
 
     def check(self, spec: SandboxSpec) -> list[str]:
         machines.check(spec)
+        self._steps.network.check(spec.network)
         return self._steps.check(spec.limits)
 
     def residents(self) -> set[str]:
@@ -78,12 +79,14 @@ class MicrovmBackend:
         return (
             Step("rundir", "sockets, keys and logs", on(do.make_rundir, box), on(do.remove_rundir, box)),
             Step("cgroup", "cgroup of the monitor", on(do.make_cgroup, box), on(do.remove_cgroup, box)),
+            Step("network", "device and policy", on(do.attach, box), on(do.network.detach, box)),
             Step("launch", "start the monitor and let the guest boot", on(do.launch, box), on(do.end, box)),
             Step("connect", "connection to the agent", on(do.identify_and_connect, box), on(do.disconnect, box)),
             Step("limits", "limits of the cgroup", on(do.apply_limits, box)),
         )
 
     async def reconnect(self, box: Box) -> None:
+        await self._steps.network.settle(box)
         await self._steps.reconnect(box)
 
     async def pause(self, box: Box) -> None:
@@ -114,7 +117,7 @@ class MicrovmBackend:
         return machines.exec_limits(limits)
 
     async def set_network(self, box: Box, policy: Policy) -> None:
-        machines.check_network(policy)
+        await self._steps.network.change(box, policy)
 
     async def dial(self, box: Box, port: int) -> socket.socket:
         doing = f"connect to port {port} of '{box.id}'"
@@ -128,7 +131,7 @@ class MicrovmBackend:
                 raise
 
     def network(self, box: Box) -> NetworkState:
-        return NetworkState(id=box.id, policy=box.spec.network)
+        return self._steps.network.state(box)
 
     def usage(self, box: Box) -> Mapping[str, int]:
         with translated(f"read the cgroup of '{box.id}'"):

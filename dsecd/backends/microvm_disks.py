@@ -19,7 +19,8 @@ from dsecd.backends.trash import Trash
 from dsecd.linux import sparse
 
 #: What a machine is started with, beside its disk and its environment.
-BOOT_FILES = ("kernel", "initramfs", "machine")
+NOTED = "machine"
+BOOT_FILES = ("kernel", "initramfs", NOTED)
 _TRASH_WAIT_S = 5.0
 
 

@@ -17,8 +17,9 @@ import os
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
-from dsecd.backends import files
+from dsecd.backends import files, machines
 from dsecd.backends.base import Box, Saved, translated
+from dsecd.backends.microvm_disks import NOTED
 from dsecd.backends.microvm_steps import MicrovmSteps
 from dsecd.backends.plan import in_thread
 from dsecd.backends.trash import Trash
@@ -86,7 +87,7 @@ class MicrovmSaves:
 
     async def open(self, name: str, *, needs: Mapping[str, str], digests: Mapping[str, str]) -> Path:
         with translated(f"clone '{name}'"):
-            here = {"format": FORMAT, **await in_thread(self._steps.driver.likeness)}
+            here = await in_thread(self._here, name)
             if differs := _differences(needs, here):
                 raise errors.FeatureMissing(
                     f"clone '{name}': it was saved on another kind of host: {'; '.join(differs.values())}",
@@ -94,6 +95,11 @@ class MicrovmSaves:
                 )  # fmt: skip
             await in_thread(self._compare, name, digests)
         return self._directory / name
+
+    def _here(self, name: str) -> dict[str, str]:
+        """Blocks. Runs in a thread."""
+        network = machines.noted_network(self._directory / name / NOTED)
+        return {"format": FORMAT, **self._steps.driver.likeness(network=network)}
 
     def _compare(self, name: str, digests: Mapping[str, str]) -> None:
         """Raise BackendFailed for files that are not those that were published. Blocks. Runs in a thread."""

@@ -13,12 +13,13 @@ import os
 import shutil
 from pathlib import Path
 
-from dsecd.backends import machines, oci
+from dsecd.backends import machines, network, oci
 from dsecd.backends.agentlink.link import connect_socket
 from dsecd.backends.base import Box, Site, translated
 from dsecd.backends.limits import DEFAULT_PIDS_MAX, LimitWriter
 from dsecd.backends.machine_host import MachineHost
-from dsecd.backends.microvm_disks import BOOT_FILES, MicrovmDisks
+from dsecd.backends.machine_network import MachineNetwork
+from dsecd.backends.microvm_disks import BOOT_FILES, NOTED, MicrovmDisks
 from dsecd.backends.plan import in_thread
 from dsecd.linux import cgroup, mountns
 from dsecd.vmm.base import Machine, Place, Snapshot
@@ -45,6 +46,7 @@ class MicrovmSteps:
         cgroup.create(site.cgroup_dir)
         self.host = MachineHost(site)
         self.driver = self.host.driver
+        self.network = MachineNetwork(network.shared(site))
         self._limits = LimitWriter(site.cgroup_dir, site.state_dir)
         # A boot is work for a processor from its beginning to its end: more at once only get slower.
         self._launches = asyncio.Semaphore(max(2, os.cpu_count() or 1))
@@ -59,7 +61,7 @@ class MicrovmSteps:
         found = {path.name for place in (self.disks.directory, self._runs) for path in place.iterdir()}
         groups = {path.name for path in cgroup.children(self._site.cgroup_dir)}
         found |= {name.removeprefix(_CGROUP_PREFIX) for name in groups if name.startswith(_CGROUP_PREFIX)}
-        return found | self.driver.residents()
+        return found | self.driver.residents() | self.network.names()
 
     def cgroup(self, box: Box) -> Path:
         """The cgroup of everything of the box; the monitor is in its child ``run``."""
@@ -87,23 +89,32 @@ class MicrovmSteps:
             await cgroup.wait_empty(self.cgroup(box), _GONE_TIMEOUT_S)
             await in_thread(cgroup.remove, self.cgroup(box), _GONE_TIMEOUT_S)
 
+    async def attach(self, box: Box) -> None:
+        # A copy has what it is a copy of, whatever its policy.
+        copied = box.origin is not None and machines.noted_network(box.origin / NOTED)
+        await self.network.attach(box, device=copied or (box.origin is None and box.spec.network != "none"))
+
     async def launch(self, box: Box) -> None:
         with translated(f"start '{box.id}'"):
             machine = await in_thread(self._machine, box)
             restore = None if box.origin is None else Snapshot(box.origin / "state", box.origin / "memory")
             async with self._launches:
                 await in_thread(self.driver.start, self.place(box), machine, restore, executor=self._threads)
+            self.network.let_go(box)
 
     def _machine(self, box: Box) -> Machine:
         """What it is started as, noted down beside its disk. Blocks. Runs in a thread."""
-        environment, disk = self.disks.environment(box), self.disks.disk(box)
+        environment, disk, nics = self.disks.environment(box), self.disks.disk(box), self.network.nics(box)
         kernel, initramfs, noted = (self.disks.boot_file(box, name) for name in BOOT_FILES)
         if box.origin is not None:
             for path in (kernel, initramfs, noted):
                 path.hardlink_to(box.origin / path.name)
-            return machines.noted(noted, Boot(kernel, initramfs), environment=environment, disk=disk)
+            return machines.noted(noted, Boot(kernel, initramfs), environment=environment, disk=disk, nics=nics)
         boot = self.host.boot()
-        machine = machines.machine(box.id, box.spec, self._settings, boot, environment=environment, disk=disk)
+        machine = machines.machine(
+            box.id, box.spec, self._settings, boot, environment=environment, disk=disk, nics=nics,
+            dns_server=self._site.network.dns_server,
+        )  # fmt: skip
         for path in (kernel, initramfs, noted):
             path.unlink(missing_ok=True)
         kernel.hardlink_to(boot.kernel)
@@ -128,7 +139,7 @@ class MicrovmSteps:
     async def identify_and_connect(self, box: Box) -> None:
         box.process = self.driver.process(self.place(box))
         try:
-            await self._connect(box, self._settings.boot_timeout_s)
+            await self._connect(box, self._settings.boot_timeout_s, told=False)
         except (errors.SandboxLost, errors.Refused) as error:
             raise errors.BackendFailed(
                 f"start '{box.id}': its machine ended before its agent answered; last words: {self.last_words(box)!r}"
@@ -146,9 +157,10 @@ class MicrovmSteps:
             await link.close()
 
     async def reconnect(self, box: Box) -> None:
-        await self._connect(box, _RECONNECT_S)
+        await self._connect(box, _RECONNECT_S, told=True)
 
-    async def _connect(self, box: Box, timeout_s: float) -> None:
+    async def _connect(self, box: Box, timeout_s: float, *, told: bool) -> None:
+        """``told``: it knows already who it is."""
         with translated(f"connect to the agent of '{box.id}'"):
             if box.origin is not None:
                 await self.driver.resume(self.place(box))
@@ -156,6 +168,8 @@ class MicrovmSteps:
             box.link = await connect_socket(
                 sock, generation=self._site.generation, timeout_s=_GREET_S, on_lost=box.on_link_lost
             )
+            if not told and machines.noted_network(self.disks.boot_file(box, NOTED)):
+                await self.network.tell_guest(box)
             if box.origin is not None:
                 await box.link.machine.renew(oci.hostname(box.id, box.spec))
                 await box.link.machine.freeze(frozen=False)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A sandbox's device, its addresses and its policy.
 
-What belongs here: attaching a running sandbox to the network and taking it off again, by its box alone. What does
-not: the programs and maps (``egress.py``), compiling policies (``egress_policy.py``), the host's own settings
-(``network_host.py``).
+What belongs here: attaching a running container to the network and taking it off again, by its box alone; what the
+devices of all kinds of sandboxes have in common. What does not: taps (``machine_network.py``), the programs and maps
+(``egress.py``), compiling policies (``egress_policy.py``), the host's own settings (``network_host.py``).
 
-Each sandbox has a pair of devices: one end in its network namespace, the other here, with a route to its addresses
+Each container has a pair of devices: one end in its network namespace, the other here, with a route to its addresses
 and with the programs, which are there before the device is up. Nobody asks for anybody's hardware address: both ends
 know their only neighbour. Addresses, index and name derive from the box's range of ids, of which each has one until
 nothing of it is left; the device's second name derives from the box's id.
@@ -39,25 +39,26 @@ from libdsec import errors, network
 from libdsec.network import Policy
 from libdsec.types import NameDenial, NetworkDenial, NetworkState
 
-#: Features without which there is none.
-NEEDED = ("bpf", "veth", "nftables")
+#: Features without which there is none, but for the kind of device.
+NEEDED = ("bpf", "nftables")
 _IDS = 65_536
 # Far above the indexes that the kernel gives by itself, which begin at 1.
 _FIRST_INDEX = 1 << 20
-_INNER = "eth0"
-_OTHER_NAME = "dsec."
+INNER = "eth0"
+OTHER_NAME = "dsec."
 # Locally administered addresses; the host's end is the same for all, since none of them shares a link with another.
-_HOST_MAC = b"\x02dsec\x01"
+HOST_MAC = b"\x02dsec\x01"
 _MAC_PREFIX = b"\x06ds"
 # Link-local: nothing behind them, they only name the neighbour.
 _GATEWAYS: tuple[Address, ...] = (IPv4Address("169.254.1.1"), IPv6Address("fe80::1"))
 _DEFAULTS = (ip_network("0.0.0.0/0"), ip_network("::/0"))
 _MTU = 1500
 _LOOPBACK = ("127.0.0.1", "::1")
+_making = threading.Lock()
 
 
 @dataclass(frozen=True)
-class _Lease:
+class Lease:
     """What belongs to one box by its range of ids."""
 
     index: int
@@ -67,11 +68,20 @@ class _Lease:
     mac: bytes
 
     def entry(self, cookie: int) -> Entry:
-        return Entry(bytes(POLICY_BYTES), self.ipv4, self.ipv6, self.mac, _HOST_MAC, cookie)
+        return Entry(bytes(POLICY_BYTES), self.ipv4, self.ipv6, self.mac, HOST_MAC, cookie)
 
     @property
     def addresses(self) -> tuple[Address, ...]:
         return (self.ipv4,) if self.ipv6 is None else (self.ipv4, self.ipv6)
+
+
+def shared(site: Site) -> Network:
+    """The one of all backends: who holds which policy is counted in it."""
+    with _making:
+        found = site.network.made.get("network")
+        if not isinstance(found, Network):
+            found = site.network.made["network"] = Network(site)
+        return found
 
 
 class Network:
@@ -82,7 +92,7 @@ class Network:
         self._pins = site.runtime_dir / "bpf"
         self._lock = threading.Lock()
         self._egress: Egress | None = None
-        self._mtu = _MTU
+        self.mtu = _MTU
         self._refusals = Refusals()
 
     @property
@@ -93,7 +103,7 @@ class Network:
     def check(self, policy: Policy) -> None:
         """Raises InvalidSpec for a policy that is too large to be enforced."""
         try:
-            self._compiled(policy)
+            self.compiled(policy)
         except TooManyRanges as error:
             raise errors.InvalidSpec(f"spec.network: {error}", hint="merge ranges of ports") from error
         if (name := name_rules(policy).crowded()) is not None:
@@ -107,34 +117,31 @@ class Network:
             return set()
         with Netlink() as host:
             names = [name for link in host.links() for name in link.other_names]
-        return {name.removeprefix(_OTHER_NAME) for name in names if name.startswith(_OTHER_NAME)}
+        return {name.removeprefix(OTHER_NAME) for name in names if name.startswith(OTHER_NAME)}
 
     def attach(self, box: Box, pid: int, policy: Policy) -> None:
         """Give a box whose init is ``pid`` its device. Runs in one of mountns.FreshThreads, which it changes."""
-        egress, lease = self._prepared(), self._lease(box)
+        mechanisms.by_name("veth").require()
+        egress, lease = self.prepared(), self.lease(box)
         with Netlink() as host, closing(self.namespace(box, pid)) as ns_fd:
             host.add_veth(
-                lease.name, index=lease.index, mac=_HOST_MAC, peer=_INNER, peer_ns_fd=ns_fd, peer_mac=lease.mac,
-                mtu=self._mtu,
+                lease.name, index=lease.index, mac=HOST_MAC, peer=INNER, peer_ns_fd=ns_fd, peer_mac=lease.mac,
+                mtu=self.mtu,
             )  # fmt: skip
-            host.name_link(lease.index, _OTHER_NAME + box.id)
-            _watch(host, egress, lease)
+            host.name_link(lease.index, OTHER_NAME + box.id)
+            watch(host, egress, lease)
             netns.enter(ns_fd)
             with Netlink() as inner:
-                egress.admit(lease.index, lease.entry(inner.namespace_cookie()), self._compiled(policy))
+                egress.admit(lease.index, lease.entry(inner.namespace_cookie()), self.compiled(policy))
                 _configure_inside(inner, lease)
-            for address in lease.addresses:
-                host.add_neighbour(lease.index, address, lease.mac)
-            host.set_up(lease.index)
-            for address in lease.addresses:
-                host.add_route(ip_network(address), lease.index)
+            lead_to(host, lease)
 
     def settle(self, box: Box, pid: int) -> None:
         """Bring what an earlier daemon attached in line with the box. Runs in one of mountns.FreshThreads."""
         policy = box.spec.network
-        egress, lease = self._prepared(), self._lease(box)
+        egress, lease = self.prepared(), self.lease(box)
         with Netlink() as host:
-            link = host.link(_OTHER_NAME + box.id)
+            link = host.link(OTHER_NAME + box.id)
             if link is None or policy == "none":
                 self.change(box, pid, policy)
                 return
@@ -144,18 +151,18 @@ class Network:
                     netns.enter(ns_fd)
                 with Netlink() as inner:
                     cookie = inner.namespace_cookie()
-                egress.admit(lease.index, lease.entry(cookie), self._compiled(policy), anew=False)
-            egress.set_policy(lease.index, self._compiled(policy))
+                egress.admit(lease.index, lease.entry(cookie), self.compiled(policy), anew=False)
+            egress.set_policy(lease.index, self.compiled(policy))
             egress.openings.keep(lease.index, name_rules(policy).tags)
-            _watch(host, egress, lease)
+            watch(host, egress, lease)
 
     def change(self, box: Box, pid: int, policy: Policy) -> None:
         """Put another policy in force, at once and as a whole. Runs in one of mountns.FreshThreads."""
         if policy == "none":
             self.detach(box)
-        elif (egress := self._prepared()).entry(self._lease(box).index) is not None:
-            egress.set_policy(self._lease(box).index, self._compiled(policy))
-            egress.openings.keep(self._lease(box).index, name_rules(policy).tags)
+        elif (egress := self.prepared()).entry(self.lease(box).index) is not None:
+            egress.set_policy(self.lease(box).index, self.compiled(policy))
+            egress.openings.keep(self.lease(box).index, name_rules(policy).tags)
         else:
             self.attach(box, pid, policy)
 
@@ -163,19 +170,19 @@ class Network:
         """Take its device away, wherever attaching got to."""
         with Netlink() as host:
             if box.uid_base:
-                index = self._lease(box).index
-            elif (link := host.link(_OTHER_NAME + box.id)) is not None:
+                index = self.lease(box).index
+            elif (link := host.link(OTHER_NAME + box.id)) is not None:
                 index = link.index
             else:
                 return
             host.delete_link(index)
-        self._prepared().remove(index)
+        self.prepared().remove(index)
 
     def state(self, box: Box) -> NetworkState:
         """What it may reach, and what came of its tries."""
         policy = box.spec.network
-        lease = self._lease(box)
-        egress = None if policy == "none" else self._prepared()
+        lease = self.lease(box)
+        egress = None if policy == "none" else self.prepared()
         counts = None if egress is None else egress.counts(lease.index)
         if egress is None or counts is None:
             return NetworkState(id=box.id, policy=policy)
@@ -211,7 +218,7 @@ class Network:
             self._refusals.end(box.id)
             await names.forget(box.id)
             return
-        lease = self._lease(box)
+        lease = self.lease(box)
         self._refusals.begin(box.id, lease.index, self._egress, box.on_refused)
         await names.put(
             box.id, lease.index, lease.addresses, name_rules(policy), self._egress.openings,
@@ -220,7 +227,7 @@ class Network:
 
     # --- parts -------------------------------------------------------------------------------------------------------
 
-    def _prepared(self) -> Egress:
+    def prepared(self) -> Egress:
         """The programs; with the first call the host is made ready for them. Raises FeatureMissing, OSError."""
         with self._lock:
             if self._egress is None:
@@ -231,21 +238,21 @@ class Network:
                     links = {link.index: link for link in host.links()}
                     defaults = [links[index].mtu for index in host.default_devices() if index in links]
                     network_host.give_address(host, site.dns_server)
-                self._mtu = min(defaults, default=_MTU)
+                self.mtu = min(defaults, default=_MTU)
                 network_host.prepare(site.ipv4_pool, site.ipv6_pool, site.flows_per_sandbox)
                 egress = Egress(self._pins, site.program, self._site.cgroup_dir)
                 egress.sweep(links)
                 self._egress = egress
             return self._egress
 
-    def _compiled(self, policy: Policy) -> CompiledPolicy:
+    def compiled(self, policy: Policy) -> CompiledPolicy:
         site = self._site.network
         return _compiled(policy, site.dns_server, (site.ipv4_pool, site.ipv6_pool))
 
-    def _lease(self, box: Box) -> _Lease:
+    def lease(self, box: Box) -> Lease:
         site = self._site.network
         number = (box.uid_base - site.uid_base) // _IDS
-        return _Lease(
+        return Lease(
             index=_FIRST_INDEX + box.uid_base // _IDS, name=f"{network_host.DEVICE_PREFIX}{box.uid_base // _IDS:x}",
             ipv4=site.ipv4_pool[number + 1], mac=_MAC_PREFIX + (number + 1).to_bytes(3, "big"),
             ipv6=site.ipv6_pool[number + 1] if network_host.has_ipv6() else None,
@@ -281,20 +288,34 @@ def _compiled(policy: Policy, dns_server: IPv4Address, pools: tuple[network.Netw
     return compiled((*network.rules(policy), *asking), (*network.SPECIAL, *pools))
 
 
-def _watch(host: Netlink, egress: Egress, lease: _Lease) -> None:
+def watch(host: Netlink, egress: Egress, lease: Lease) -> None:
     """Put the programs on the host's end. One that another program was on is never without."""
     host.add_clsact(lease.index)
     host.set_program(lease.index, netlink.INGRESS, egress.from_sandbox, "from_sandbox")
     host.set_program(lease.index, netlink.EGRESS, egress.to_sandbox, "to_sandbox")
 
 
-def _configure_inside(inner: Netlink, lease: _Lease) -> None:
+def _configure_inside(inner: Netlink, lease: Lease) -> None:
     """Addresses and the way out, in the sandbox's namespace. Nobody in there may change them: CAP_NET_ADMIN."""
-    link = inner.link(_INNER)
+    link = inner.link(INNER)
     if link is None:
-        raise FileNotFoundError(f"device {_INNER} is not there")
-    inner.set_up(link.index)
+        raise FileNotFoundError(f"device {INNER} is not there")
+    configure(inner, link.index, lease)
+
+
+def configure(inner: Netlink, index: int, lease: Lease) -> None:
+    """What a sandbox's end of its device needs."""
+    inner.set_up(index)
     for address, gateway, target in zip(lease.addresses, _GATEWAYS, _DEFAULTS, strict=False):
-        inner.add_address(link.index, address)
-        inner.add_neighbour(link.index, gateway, _HOST_MAC)
-        inner.add_route(target, link.index, gateway)
+        inner.add_address(index, address)
+        inner.add_neighbour(index, gateway, HOST_MAC)
+        inner.add_route(target, index, gateway)
+
+
+def lead_to(host: Netlink, lease: Lease) -> None:
+    """Bring the host's end up, with the only way to the sandbox's addresses."""
+    for address in lease.addresses:
+        host.add_neighbour(lease.index, address, lease.mac)
+    host.set_up(lease.index)
+    for address in lease.addresses:
+        host.add_route(ip_network(address), lease.index)

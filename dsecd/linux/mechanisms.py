@@ -33,6 +33,7 @@ from dsecd.linux import (
     proc,
     swap,
     syscalls,
+    tun,
     userns,
 )
 from dsecd.linux import mount as mounts
@@ -289,6 +290,17 @@ def _veth() -> Answer:
     return YES
 
 
+def _tap() -> Answer:
+    """A tap, in a namespace that goes with its thread."""
+
+    def make() -> None:
+        netns.enter_new()
+        os.close(tun.open_tap("dsec-probe", 1 << 20))
+
+    mountns.FreshThreads().submit(make).result()
+    return YES
+
+
 def _nftables() -> Answer:
     """Rules of the kinds that we use, checked against the kernel and not applied."""
     if shutil.which("nft", path=proc.MINIMAL_ENV["PATH"]) is None:
@@ -419,6 +431,8 @@ MECHANISMS: tuple[Feature, ...] = (
             options=("BPF_SYSCALL", "CGROUP_BPF", "NET_CLS_BPF", "BPF_JIT")),
     Feature("veth", "4.5", "network devices of sandboxes", _veth, "Run 'modprobe veth' and 'modprobe sch_ingress'.",
             options=("VETH", "NET_SCH_INGRESS")),
+    Feature("tap", "3.8", "network devices of microVMs", _tap, "Run 'modprobe tun' and 'modprobe sch_ingress'.",
+            options=("TUN", "NET_SCH_INGRESS")),
     Feature("nftables", "5.6", "translating sandboxes' addresses", _nftables,
             "Run 'apt install nftables', and 'modprobe nft_masq nft_connlimit'.",
             options=("NF_TABLES", "NF_TABLES_INET", "NFT_CT", "NFT_MASQ", "NFT_NAT", "NFT_CONNLIMIT")),

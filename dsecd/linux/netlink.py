@@ -117,6 +117,12 @@ class Netlink:
             _attr(_IFLA_LINKINFO | _NESTED, _attr(_INFO_KIND, b"veth") + data),
         )  # fmt: skip
 
+    def change_link(self, index: int, *, mac: bytes, mtu: int) -> None:
+        """Take a device down, and give it another hardware address and MTU."""
+        self._change(
+            _NEWLINK, 0, _ifinfo(index, 0, _IFF_UP), _attr(_IFLA_ADDRESS, mac), _attr(_IFLA_MTU, _u32(mtu))
+        )
+
     def name_link(self, index: int, other_name: str) -> None:
         """Give a device one more name, of up to 127 bytes."""
         names = _attr(_IFLA_PROP_LIST | _NESTED, _attr(_IFLA_ALT_IFNAME, other_name.encode() + b"\0"))
@@ -201,8 +207,8 @@ class Netlink:
         )  # fmt: skip
         gateway = b"" if via is None else _attr(_RTA_GATEWAY, via.packed)
         self._change(
-            _NEWROUTE, _CREATE | _REPLACE, body, _attr(_RTA_DST, target.network_address.packed),
-            _attr(_RTA_OIF, _u32(index)), gateway,
+            _NEWROUTE, _CREATE | _REPLACE, body, _attr(_RTA_OIF, _u32(index)),
+            _attr(_RTA_DST, target.network_address.packed), gateway,
         )  # fmt: skip
 
     def default_devices(self) -> set[int]:
@@ -249,10 +255,7 @@ class Netlink:
     def _ask(self, kind: int, flags: int, body: bytes, *attributes: bytes) -> Iterator[bytes]:
         """Send a request; the bodies of the answers until the kernel says that there are no more."""
         self._sequence += 1
-        content = body + b"".join(attributes)
-        self._socket.send(
-            struct.pack("=IHHII", 16 + len(content), kind, _REQUEST | flags, self._sequence, 0) + content
-        )
+        self._socket.send(_packed(kind, flags, self._sequence, body, *attributes))
         ends_with_message = not flags & (_ACK | _DUMP)
         while True:
             for answer_kind, answer_flags, sequence, answer in _messages(self._socket.recv(_BUFFER_BYTES)):
@@ -266,6 +269,33 @@ class Netlink:
                 yield answer
                 if ends_with_message:
                     return
+
+
+class Script(Netlink):
+    """Requests for the kernel of another machine, packed one behind the other: nothing is done here.
+
+    Whoever sends them there puts the index of the one device that they are about where it stands: behind the header and
+    the first four bytes of a request, in one for a route in its first attribute.
+    """
+
+    def __init__(self) -> None:
+        self.packed = bytearray()
+
+    def __exit__(self, *_exc: object) -> None:
+        pass
+
+    def delete_any_address(self, index: int, family: int) -> None:
+        """Take the first address of a family away."""
+        self._change(_DELADDR, 0, struct.pack("=BBBBI", family, 0, 0, 0, index))
+
+    def _change(self, kind: int, flags: int, body: bytes, *attributes: bytes) -> None:
+        self.packed += _packed(kind, flags | _ACK, 0, body, *attributes)
+
+
+def _packed(kind: int, flags: int, sequence: int, body: bytes, *attributes: bytes) -> bytes:
+    """struct nlmsghdr with what follows it; the parts are padded already."""
+    content = body + b"".join(attributes)
+    return struct.pack("=IHHII", 16 + len(content), kind, _REQUEST | flags, sequence, 0) + content
 
 
 def _u32(value: int) -> bytes:

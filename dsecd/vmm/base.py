@@ -24,10 +24,11 @@ ALIGN_BYTES = 2 << 20
 
 @dataclass(frozen=True)
 class Nic:
-    """A network device: a tap that exists on the host, in the machine's network namespace if it has one."""
+    """A network device: a tap that exists on the host."""
 
     tap: str
     mac: str
+    fd: int = -1  # the tap, open; the monitor is given it, and the caller lets go of it when the monitor runs
 
 
 @dataclass(frozen=True)
@@ -125,10 +126,10 @@ class Driver(Protocol):
         """
         ...
 
-    def likeness(self) -> Mapping[str, str]:
-        """What must be the same for a machine that was saved to be restored by this driver on this host: the monitor,
-        its version, the shape of its machines, the processor. Blocks. Runs in a thread. Raises OSError,
-        proc.ProcessFailed."""
+    def likeness(self, *, network: bool) -> Mapping[str, str]:
+        """What must be the same for a machine that was saved, with or without a ``network`` device, to be restored by
+        this driver on this host: the monitor, its version, the shape of its machines, the processor. Blocks. Runs in a
+        thread. Raises OSError, proc.ProcessFailed."""
         ...
 
     async def memory(self, place: Place) -> Mapping[str, int]:

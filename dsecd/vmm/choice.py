@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from dsecd.linux.pidfd import Process
-from dsecd.vmm.base import Driver, Machine, Place, Probe, Snapshot
+from dsecd.vmm.base import Driver, Machine, Place, Probe, Snapshot, VmmError
 from dsecd.vmm.firecracker.driver import Firecracker
 from dsecd.vmm.qemu import Qemu
 
@@ -59,10 +59,21 @@ class Choice:
         return self._firecracker if self._firecracker.knows(place) else self._qemu
 
     def start(self, place: Place, machine: Machine, restore: Snapshot | None = None) -> None:
-        chosen = self.chosen()
+        chosen = self._for(network=bool(machine.nics))
         if self._of(place) is not chosen and self._of(place).process(place) is None:
             self._of(place).forget(place)
         chosen.start(place, machine, restore)
+
+    def _for(self, *, network: bool) -> Driver:
+        """Firecracker opens its taps itself, with a header before each frame in which a guest may ask for a checksum
+        anywhere in it, after it was judged: a port in there could become another. So it is given none.
+        """
+        chosen = self.chosen()
+        if not network or chosen is self._qemu:
+            return chosen
+        if self._asked == "firecracker":
+            raise VmmError("machines with a network run under QEMU only: set 'microvm.monitor' to \"auto\" or \"qemu\"")
+        return self._qemu
 
     def process(self, place: Place) -> Process | None:
         return self._of(place).process(place)
@@ -79,8 +90,8 @@ class Choice:
     async def save(self, place: Place, target: Snapshot) -> Mapping[str, str]:
         return await self._of(place).save(place, target)
 
-    def likeness(self) -> Mapping[str, str]:
-        return self.chosen().likeness()
+    def likeness(self, *, network: bool) -> Mapping[str, str]:
+        return self._for(network=network).likeness(network=network)
 
     async def memory(self, place: Place) -> Mapping[str, int]:
         return await self._of(place).memory(place)

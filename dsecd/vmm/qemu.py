@@ -33,7 +33,7 @@ from dsecd.vmm.qmp import Qmp
 
 PROGRAM = "qemu-system-x86_64"
 _PORT = "dsec.agent"
-_AGENT_FD, _CONTROL_FD, _MEMORY_FD = 3, 4, 5
+_AGENT_FD, _CONTROL_FD, _MEMORY_FD, _NIC_FD = 3, 4, 5, 6  # and of further devices those above
 _ANSWER_S = 20.0
 _CONSOLE_BYTES = 64 << 10
 _CONSOLE_NAME = "dsec-console"
@@ -89,7 +89,8 @@ class Qemu:
             return Probe(works=False, detail=str(error))
         return Probe(works=True, detail=f"QEMU {version} with {self._accelerator()}")
 
-    def likeness(self) -> Mapping[str, str]:
+    def likeness(self, *, network: bool) -> Mapping[str, str]:
+        del network
         return self._likeness(self._accelerator())
 
     def _likeness(self, accelerator: str) -> Mapping[str, str]:
@@ -134,7 +135,8 @@ class Qemu:
             try:
                 self._cage.start(
                     place, argv, files=files, writable=writable, devices=devices,
-                    fds=[agent.fileno(), control.fileno(), memory], stdio=self._new_console(place),
+                    fds=[agent.fileno(), control.fileno(), memory, *(nic.fd for nic in machine.nics)],
+                    stdio=self._new_console(place),
                 )  # fmt: skip
             except proc.ProcessFailed as error:
                 raise proc.ProcessFailed(error.argv, error.returncode, self.last_words(place)) from error
@@ -252,6 +254,7 @@ def arguments(name: str, machine: Machine, accelerator: str, *, restoring: bool 
         *_channels(),
         *_layers(machine),
         *_disk(machine),
+        *_nics(machine),
         *_kernel(machine, accelerator),
         *_DEVICES,
         *(["-incoming", "defer"] if restoring else []),
@@ -317,6 +320,15 @@ def _disk(machine: Machine) -> list[str]:
     ]  # fmt: skip
 
 
+def _nics(machine: Machine) -> list[str]:
+    words: list[str] = []
+    for number, nic in enumerate(machine.nics):
+        # Without a ROM to boot from: it does not.
+        words += ["-netdev", f"tap,id=net{number},fd={_NIC_FD + number}"]
+        words += ["-device", f"virtio-net-pci,netdev=net{number},mac={nic.mac},romfile="]
+    return words
+
+
 def _kernel(machine: Machine, accelerator: str) -> list[str]:
     words = [_CMDLINE, *([_CMDLINE_TCG] if accelerator == "tcg" else []), machine.cmdline]
     initramfs = [] if machine.initramfs is None else ["-initrd", f"{FILES}/initramfs"]
@@ -359,6 +371,8 @@ def balloon_statistics(answer: object) -> dict[str, int]:
 async def _load(qmp: Qmp, place: Place) -> None:
     """Put the state of a snapshot into a machine that waits for it."""
     await qmp.execute("migrate-set-capabilities", capabilities=_IGNORE_SHARED)
+    # A machine that has moved would be announced to its neighbours. A copy is another one, under another address.
+    await qmp.execute("migrate-set-parameters", **{"announce-rounds": 0})
     fd = os.open(place.rundir / _RESTORE, os.O_RDONLY | os.O_CLOEXEC)
     try:
         await qmp.execute("migrate-incoming", uri=f"file:{await qmp.give(fd, _SAVE_SET)}")

@@ -14,6 +14,7 @@ from libdsec.errors import ConnectionFailed, DsecError
 from libdsec.types import ExecRequest, SandboxSpec
 from tests.support import machines
 from tests.support.daemon import Daemon
+from tests.support.netlab import NEAR4, Lab
 from tests.support.rootfs import debian_tar
 
 _IMAGE = "debian:trixie"
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[Daemon]:
-    with Daemon(config=machines.config()) as running:
+    with Lab() as lab, Daemon(config=machines.config(), netns=lab.host) as running:
         with running.client() as client:
             client.finish(client.image_import(name=_IMAGE, source=str(debian_tar()), kind="rootfs-tar"))
         yield running
@@ -50,7 +51,8 @@ def _restart(daemon: Daemon, env: dict[str, str]) -> None:
 
 def _create_and_delete(daemon: Daemon) -> None:
     with daemon.client(retry_s=0) as client:
-        client.create(SandboxSpec(image=_IMAGE, backend="microvm"), id="victim", idempotency_key="victim")
+        spec = SandboxSpec(image=_IMAGE, backend="microvm", network=(f"tcp:{NEAR4}:443",))
+        client.create(spec, id="victim", idempotency_key="victim")
         client.delete("victim")
 
 

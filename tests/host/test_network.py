@@ -343,7 +343,7 @@ def test_sigkill_and_failure_at_every_step_leave_no_device_and_no_entry(lab: Lab
                 with contextlib.suppress(NotFound):
                     client.delete("victim")
             assert daemon.residue() == [], point
-            assert _entries(daemon, "sandboxes") == _entries(daemon, "policies") == 0, point
+            assert entries(daemon, "sandboxes") == entries(daemon, "policies") == 0, point
 
 
 def _with_fault(daemon: Daemon, env: dict[str, str]) -> None:
@@ -353,7 +353,7 @@ def _with_fault(daemon: Daemon, env: dict[str, str]) -> None:
     daemon.start()
 
 
-def _entries(daemon: Daemon, name: str) -> int:
+def entries(daemon: Daemon, name: str) -> int:
     """How many a pinned map holds, read by libbpf in a process of its own."""
     script = (
         "import ctypes, sys\nb = ctypes.CDLL('libbpf.so.1')\n"

@@ -142,9 +142,9 @@ async def saved(yard: Yard) -> tuple[Snapshot, float]:
         # The machine that was saved goes on, over the same connection.
         await yard.driver.resume(place)
         await link.machine.freeze(frozen=False)
-        first = int(await said(link, "cat /tmp/count"))
+        first = int(await said(link, "until grep . /tmp/count; do :; done"))
         await asyncio.sleep(1)
-        assert int(await said(link, "cat /tmp/count")) > first
+        assert int(await said(link, "until grep . /tmp/count; do :; done")) > first
         await link.close()
     return snapshot, booted_s
 
@@ -161,12 +161,13 @@ async def copied(yard: Yard, number: int, snapshot: Snapshot, stack: contextlib.
     await link.machine.renew(f"copy-{number}")
     await link.machine.freeze(frozen=False)
     random = "head -c 16 /dev/urandom | od -An -tx1; "
-    text = await said(link, random + "uname -n; cat /etc/machine-id /root/file; date +%s%N; cat /tmp/count")
+    counted = "until grep . /tmp/count; do :; done"
+    text = await said(link, random + f"uname -n; cat /etc/machine-id /root/file; date +%s%N; {counted}")
     drawn, host, machine_id, kept, clock, count = text.splitlines()
     assert abs(int(clock) / 1e9 - time.time()) < 2
     await said(link, f"echo {number} > /root/mine; sync")
     await asyncio.sleep(1)
-    assert int(await said(link, "cat /tmp/count")) > int(count)
+    assert int(await said(link, "until grep . /tmp/count; do :; done")) > int(count)
     return {"random": drawn, "host": host, "machine": machine_id, "kept": kept, "took": f"{took_s:.2f}",
             "mine": await said(link, "cat /root/mine")}  # fmt: skip
 

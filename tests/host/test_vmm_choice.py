@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from dsecd.linux.pidfd import Process
-from dsecd.vmm.base import Machine, Place, Probe, Snapshot
+from dsecd.vmm.base import Machine, Nic, Place, Probe, Snapshot, VmmError
 from dsecd.vmm.choice import Asked, Choice
 from tests.support.firecracker import House, end, fakes, house, only_process_of
 
@@ -56,7 +57,9 @@ class Other:
     async def resume(self, *_: Any) -> Any: ...
     async def save(self, *_: Any) -> Any: ...
     async def memory(self, *_: Any) -> Any: ...
-    def likeness(self) -> dict[str, str]: ...  # type: ignore[empty-body]
+
+    def likeness(self, *, network: bool) -> dict[str, str]:
+        return {"monitor": self.name, "network": str(network)}
 
 
 @pytest.mark.parametrize(
@@ -80,6 +83,18 @@ def test_the_choice(
         assert found == Probe(True, "QEMU 10 with tcg (no Firecracker: needs KVM: none)")
     else:
         assert found == Probe(True, "QEMU 10 with tcg")
+
+
+def test_a_machine_with_a_network_runs_under_qemu(h: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(h.driver, "probe", lambda: Probe(True, "it"))
+    machine = dataclasses.replace(h.machine(), nics=(Nic("dsec0", "06:64:73:00:00:01", 3),))
+    other = Other()
+    Choice("auto", h.driver, other).start(h.place(), machine)
+    assert other.calls == ["start vm1"]
+    assert Choice("auto", h.driver, other).likeness(network=True)["monitor"] == "qemu"
+    with pytest.raises(VmmError, match="under QEMU only"):
+        Choice("firecracker", h.driver, other).start(h.place(), machine)
+    assert h.left_of(h.place()) == []
 
 
 def test_what_is_installed_later_is_found_by_the_next_probe(h: House, monkeypatch: pytest.MonkeyPatch) -> None:

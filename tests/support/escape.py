@@ -101,6 +101,14 @@ def frame(kind: int, payload: bytes, *, target: bytes | None = None, source: byt
         sock.send((head + struct.pack("!H", kind) + payload).ljust(60, b"\0"))
 
 
+def runt(size: int) -> None:
+    """No more of a frame than its head, and a little."""
+    host, own = macs()
+    with socket.socket(socket.AF_PACKET, socket.SOCK_RAW) as sock:
+        sock.bind(("eth0", 0))
+        sock.send((host + own + b"\x08\x00" + ip4(ALLOWED4, UDP, udp(OPEN)))[:size])
+
+
 def connect(family: int, address: str, port: int) -> None:
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         sock.settimeout(0.3)
@@ -309,6 +317,8 @@ def frames() -> dict[str, Callable[[], Any]]:
         "pppoe": lambda: frame(0x8864, b"\x11\0\0\1\0\x60\0\x21" + ip4(ALLOWED4, UDP, udp(OPEN))),
         "lldp": lambda: frame(0x88CC, BODY, target=bytes.fromhex("0180c200000e")),
         "an experiment's ethertype": lambda: frame(0x88B5, BODY),
+        "frame without content": lambda: runt(14),
+        "frame that ends in its header": lambda: runt(30),
         "ipv4 that says it is ipv6": lambda: frame(0x86DD, ip4(ALLOWED4, UDP, udp(OPEN))),
         "ipv6 that says it is ipv4": lambda: frame(0x0800, ip6(ALLOWED6, UDP, udp(OPEN))),
         "ieee 802.3 frame": lambda: frame(46, b"\xaa\xaa\x03\0\0\0\x08\0" + ip4(ALLOWED4, UDP, udp(OPEN))),

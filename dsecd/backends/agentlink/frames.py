@@ -85,6 +85,7 @@ class Type:
     LIMIT: Final = 0x39
     RENEW: Final = 0x3A
     DIAL: Final = 0x3B
+    NETWORK: Final = 0x3C
 
 
 class Tag:

@@ -28,6 +28,10 @@ class MachineRequests:
         payload = u64(Tag.TIME_NS, time.time_ns()) + raw(Tag.TARGET, os.urandom(_ENTROPY_BYTES))
         await request(self._conn, Type.RENEW, payload + raw(Tag.NAME, hostname.encode("ascii")))
 
+    async def configure_network(self, device: str, requests: bytes) -> None:
+        """Sends rtnetlink requests to the machine's kernel, about one of its devices; see `linux.netlink.Script`."""
+        await request(self._conn, Type.NETWORK, raw(Tag.NAME, device.encode("ascii")) + raw(Tag.TARGET, requests))
+
     async def limit_pids(self, most: int) -> None:
         """Sets how many processes and threads all commands together may have."""
         await request(self._conn, Type.LIMIT, u64(Tag.PID_COUNT, most))

@@ -229,7 +229,8 @@ class Firecracker:
         }  # fmt: skip
         return {name: value for name, value in told.items() if value is not None}
 
-    def likeness(self) -> Mapping[str, str]:
+    def likeness(self, *, network: bool) -> Mapping[str, str]:
+        del network
         return {"monitor": self.name, "version": install.check(self._programs), **cpuinfo.likeness()}
 
     async def save(self, place: Place, target: Snapshot) -> Mapping[str, str]:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """QEMU's arguments as data, and what is read out of its answers."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from dsecd.backends.microvm_memory import bounded
-from dsecd.vmm.base import ALIGN_BYTES, Machine
+from dsecd.vmm.base import ALIGN_BYTES, Machine, Nic
 from dsecd.vmm.qemu import arguments, balloon_statistics
 
 
@@ -44,6 +45,15 @@ def test_emulated_guests_are_told_so_and_others_are_not(machine: Machine) -> Non
 
 def test_system_calls_of_the_monitor_are_restricted(machine: Machine) -> None:
     assert value(arguments("vm", machine, "tcg"), "-sandbox").startswith("on,")
+
+
+def test_a_network_device_is_a_tap_that_is_open_already(machine: Machine) -> None:
+    assert "-netdev" not in arguments("vm", machine, "tcg")
+    nics = (Nic("dsec0", "06:64:73:00:00:01", 17), Nic("dsec1", "06:64:73:00:00:02", 18))
+    words = arguments("vm", dataclasses.replace(machine, nics=nics), "tcg")
+    # By the numbers that they have in there; nothing is opened or run for them.
+    assert [word for word in words if word.startswith("tap,")] == ["tap,id=net0,fd=6", "tap,id=net1,fd=7"]
+    assert "virtio-net-pci,netdev=net1,mac=06:64:73:00:00:02,romfile=" in words
 
 
 def test_a_layer_that_cannot_be_mapped_is_refused(machine: Machine) -> None:
