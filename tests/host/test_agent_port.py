@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 import random
+import signal
 import socket
 import subprocess
 import time
@@ -81,7 +82,9 @@ def prelude() -> bytes:
 async def leave_something(serial: Port, dice: random.Random) -> None:
     """What a host may have done when it was killed."""
     way = dice.randrange(4)
-    if way == 0:  # many that came and went before anything was read
+    if way == 0:  # many that came and went before anything was read, and the next comes before that, too
+        serial.agent.send_signal(signal.SIGSTOP)
+        asyncio.get_running_loop().call_later(0.1, serial.agent.send_signal, signal.SIGCONT)
         await serial.write(b"".join(prelude() for _ in range(dice.randrange(1, 40))))
     elif way == 1:
         await serial.write(prelude()[: dice.randrange(1, 48)])
