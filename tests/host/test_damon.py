@@ -99,6 +99,9 @@ def test_a_kdamond_ends_with_what_it_watches_and_is_used_again(mark: int) -> Non
         process = subprocess.Popen(["sleep", "600"])
         damon.start(1, [damon.Target(process.pid, ((1 << 20, 2 << 20),))], _RULES)
         assert damon.runs(1)
+        # proc_pid_stat(5), field 19: it has the least claim to a processor.
+        thread = (damon.ADMIN / "1/pid").read_text().strip()
+        assert Path(f"/proc/{thread}/stat").read_text().rpartition(")")[2].split()[16] == "19"
         assert not damon.runs(0)
         process.kill()
         process.wait()

@@ -97,7 +97,7 @@ def _ahead(vm: VmHost) -> float:
 
 def held(sample: dict[str, Any]) -> float:
     """What sandboxes hold: their pages, and their part of zram. In MiB."""
-    return float(sample["sandboxes"] + (sample["zram_memory"] or 0)) / MIB
+    return float(sample["sandboxes"] + sample["zram_memory"]) / MIB
 
 
 def costs(found: dict[str, Any], meter: Meter) -> dict[str, list[list[tuple[float, float, float]]]]:
@@ -114,7 +114,7 @@ def costs(found: dict[str, Any], meter: Meter) -> dict[str, list[list[tuple[floa
 
 def show_memory(rounds: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
     """Print the memory of all rounds side by side; of each method what is held in the mean, and at the end."""
-    ways = {one["reclaim"]: one["samples"][-1]["method"] for one in rounds}
+    ways = {one["reclaim"]: one["method"] for one in rounds}
     print(f"held by sandboxes, zram included, and used on the host, in MiB; auto is {ways['auto']}")
     print(f"{'s':>6}" + "".join(f"{one['reclaim']:>20}" for one in rounds))
     for row in zip(*(one["samples"] for one in rounds), strict=False):
@@ -169,7 +169,7 @@ def main() -> int:
     number = min(sum(map(len, rounds)) for rounds in per.values())
     print(f"promised: at most {HELD_AT_MOST} at the end, neighbour {SLOWER_AT_MOST} with auto; "
           f"{time.monotonic() - began:.0f} s")  # fmt: skip
-    if options.cycles < 2 or restless > RESTLESS or (options.sandboxes, number) < FULL or number < FULL[1]:
+    if options.cycles < 2 or restless > RESTLESS or options.sandboxes < FULL[0] or number < FULL[1]:
         print(f"PENDING: n = {options.sandboxes} sandboxes and {number} pieces of work (of {FULL}); without reclaim "
               f"its rounds differ by {restless:.1%} (at most {RESTLESS:.0%} tell)")  # fmt: skip
     else:

@@ -49,14 +49,14 @@ class Report:
 
 
 def run_pytest(
-    vm: VmHost, file: str, *, may_skip: Mapping[str, str] | None = None, timeout_s: float = 900.0
+    vm: VmHost, file: str, *, only: str = "", may_skip: Mapping[str, str] | None = None, timeout_s: float = 900.0
 ) -> Report:
-    """Run one file of ``inside/`` in the guest, against the installed SDK and daemon.
+    """Run one file of ``inside/`` in the guest, or one test of it, against the installed SDK and daemon.
 
     ``may_skip``: tests that may be skipped, with a part of the reason that they then give.  Raises InsideFailed.
     """
     path = vm.put(_HERE / file, "/root/inside")
-    return _run(vm, [*_OPTIONS, path], {}, may_skip or {}, timeout_s)
+    return _run(vm, [*_OPTIONS, f"{path}::{only}" if only else path], {}, may_skip or {}, timeout_s)
 
 
 def run_host_tests(

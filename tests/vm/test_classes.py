@@ -11,3 +11,8 @@ def test_classes_keep_apart(dsec_sched_core_vm: VmHost) -> None:
 
 def test_pressure_is_felt(dsec_sched_core_vm: VmHost) -> None:
     run_pytest(dsec_sched_core_vm, "test_pressure.py")
+
+
+def test_memory_is_reclaimed_on_this_kernel_too(dsec_sched_core_vm: VmHost) -> None:
+    only = "test_by_damon_the_memory_of_an_idle_sandbox_goes_and_comes_back_whole"
+    run_pytest(dsec_sched_core_vm, "test_memory.py", only=only)

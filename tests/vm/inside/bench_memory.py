@@ -42,12 +42,13 @@ IDLE = (
     '$SIG{USR1} = sub { for ($i = 0; $i < length $x; $i += 4096) { substr($x, $i, 1) = "z"; } }; '
     "sleep 100000 while 1"
 )
-#: Work on 16 MiB of its own memory; a line with the beginning, wall time and processor time of each piece.
+#: Work on 16 MiB of its own memory; a line with the beginning, wall time and processor time of each piece. A minimal
+#: Debian's Perl has no Time::HiRes, so the clocks are read by clock_gettime(2).
 WORK = (
-    'use Time::HiRes "time"; $| = 1; $y = "x" x (16 << 20); '
-    "while (1) { $t = time; $c = (times)[0] + (times)[1]; for $r (1 .. 2) { "
+    'sub at { $b = "\\0" x 16; syscall(228, $_[0], $b); ($s, $n) = unpack "qq", $b; $s + $n / 1e9 } '
+    '$| = 1; $y = "x" x (16 << 20); while (1) { $t = at(0); $c = at(2); for $r (1 .. 20) { '
     'for ($i = 0; $i < 16 << 20; $i += 512) { substr($y, $i, 1) = "z"; } } '
-    'printf("%.4f %.4f %.4f\\n", $t, time - $t, (times)[0] + (times)[1] - $c); }'
+    'printf("%.4f %.4f %.4f\\n", $t, at(0) - $t, at(2) - $c); }'
 )
 
 
@@ -79,8 +80,13 @@ def until(what: str, true: Callable[[], bool], limit_s: float = 180) -> None:
         time.sleep(0.5)
 
 
-def measure(client: Client, reclaim: str, idle: list[int], seconds: float) -> dict[str, Any]:
-    """One round: samples over time."""
+def zram_bytes() -> int:
+    """What all zram devices take of memory: mem_used_total, the third number of mm_stat."""
+    return sum(int(path.read_text().split()[2]) for path in Path("/sys/block").glob("zram*/mm_stat"))
+
+
+def measure(client: Client, reclaim: str, idle: list[int], top: Path, seconds: float) -> dict[str, Any]:
+    """One round: samples over time, read from the kernel: the daemon is under test, and busy."""
     subprocess.run(["systemctl", "stop", "dsecd.service"], check=True)
     for pid in idle:
         os.kill(pid, signal.SIGUSR1)
@@ -90,14 +96,15 @@ def measure(client: Client, reclaim: str, idle: list[int], seconds: float) -> di
     time.sleep(3)
     began, clock, samples = time.monotonic(), time.time(), []
     while (at := time.monotonic() - began) < seconds:
-        report, memory = client.memory(limit=1), meminfo()
+        memory = meminfo()
         samples.append({
             "at_s": round(at, 1), "host_used": memory["MemTotal"] - memory["MemAvailable"],
-            "sandboxes": report.host.sandboxes_bytes, "zram_memory": report.host.zram_memory_bytes,
-            "swapped": report.host.swap_used_bytes, "method": report.host.reclaim,
+            "sandboxes": int((top / "memory.current").read_text()), "zram_memory": zram_bytes(),
         })  # fmt: skip
         time.sleep(SAMPLE_S)
-    return {"reclaim": reclaim, "began": clock, "ended": time.time(), "samples": samples}
+    ended = time.time()
+    method = client.memory(limit=1).host.reclaim
+    return {"reclaim": reclaim, "method": method, "began": clock, "ended": ended, "samples": samples}
 
 
 def pieces(client: Client, sandbox: str) -> list[list[float]]:
@@ -123,7 +130,9 @@ def main(sandboxes: int, seconds: float, methods: list[str]) -> None:
             need = sandboxes * 98 * MIB
             until("all memory is written", lambda: (client.memory().host.sandboxes_bytes or 0) >= need, 600)
             os.sched_setaffinity(started(client, neighbour, WORK), {(os.cpu_count() or 1) - 1})
-            rounds = [measure(client, method, idle, seconds) for method in methods]
+            until("the neighbour works", lambda: bool(pieces(client, neighbour.id)))
+            (top,) = Path("/sys/fs/cgroup").rglob(f"*-{neighbour.id}")
+            rounds = [measure(client, method, idle, top.parent, seconds) for method in methods]
             done = pieces(client, neighbour.id)
         print(json.dumps({"rounds": rounds, "work": done}))
     finally:
