@@ -9,7 +9,7 @@ from dsecd.core import turns
 from dsecd.linux import mappings
 
 MIB = 1 << 20
-#: 8 MiB that are full, and one of 1,024; something else in between, since the kernel joins equal neighbours.
+#: 8 MiB that are full, and one of 1,024; unlike in what may be done there, since the kernel joins equal neighbours.
 _PROGRAM = """
 import ctypes, mmap, time
 def made(size, written, prot):
@@ -18,9 +18,8 @@ def made(size, written, prot):
         space[at] = 1
     return space
 usual = mmap.PROT_READ | mmap.PROT_WRITE
-sizes = (8 << 20, 8 << 20, usual), (1 << 20, 0, 0), (1 << 30, 1 << 20, usual), (1 << 20, 0, 0)
-spaces = full, _, sparse, _ = [made(*one) for one in sizes]
-print(*(ctypes.addressof(ctypes.c_char.from_buffer(one)) for one in (full, sparse)), flush=True)
+spaces = made(8 << 20, 8 << 20, usual), made(1 << 30, 1 << 20, usual | mmap.PROT_EXEC)
+print(*(ctypes.addressof(ctypes.c_char.from_buffer(one)) for one in spaces), flush=True)
 time.sleep(600)
 """
 _TEXT = """\
