@@ -90,6 +90,9 @@ class Target:
         """``name`` is relative to the directory ``parent_fd`` when given. Raises OSError."""
         self.name = name
         self._parent_fd = parent_fd
+        if parent_fd is None and os.path.exists(name) and not os.path.isfile(name):
+            # Renaming would put a file in its place: of /dev/null, say, for everybody on this machine.
+            raise OSError(errno.EINVAL, "not a regular file, and not replaced by one", name)
         directory, base = os.path.split(name)
         self._part = os.path.join(directory, f".{base[:200]}.{secrets.token_hex(4)}.part")
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_FOLLOW

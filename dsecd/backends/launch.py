@@ -112,7 +112,11 @@ class Launcher:
             f"--bundle={rundir}", f"--pid-file={self._pid_file(box)}", f"--preserve-fds={len(oci.AGENT_FDS)}", box.id,
         ]  # fmt: skip
         with files.opened(self._log(box), os.O_WRONLY | os.O_CREAT | os.O_APPEND) as log:
-            done = proc.run_blocking(argv, timeout_s=_CRUN_TIMEOUT_S, fd_map=fds, stdio_to=log, check=False)
+            # With an input of its own: crun gives what it has as standard streams to the sandbox's root, and of
+            # /dev/null that is the host's, whose mode that root could then change for everybody.
+            done = proc.run_blocking(
+                argv, input=b"", timeout_s=_CRUN_TIMEOUT_S, fd_map=fds, stdio_to=log, check=False
+            )
         if done.returncode != 0:
             raise proc.ProcessFailed(done.argv, done.returncode, self.last_words(box))
 

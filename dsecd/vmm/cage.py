@@ -59,7 +59,7 @@ class Cage:
             "crun", f"--root={self.crun_root}", "--cgroup-manager=cgroupfs", "run", "--detach",
             f"--bundle={place.rundir}", f"--pid-file={_pid_file(place)}", f"--preserve-fds={len(fds)}", place.id,
         ]  # fmt: skip
-        proc.run_blocking(crun, timeout_s=_START_TIMEOUT_S, fd_map=dict(enumerate(fds, 3)), stdio_to=stdio)
+        proc.run_blocking(crun, input=b"", timeout_s=_START_TIMEOUT_S, fd_map=dict(enumerate(fds, 3)), stdio_to=stdio)
 
     @property
     def crun_root(self) -> Path:

@@ -5,6 +5,7 @@ Every attempt of tests/support/hostile.py runs twice: as root in a sandbox, and 
 """
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from libdsec import Client
+from libdsec import Client, Sandbox
 from libdsec.types import ExecRequest, SandboxSpec
 from tests.support.daemon import Daemon
 from tests.support.rootfs import debian_tar
@@ -117,6 +118,13 @@ def test_one_sandbox_cannot_use_up_what_the_kernel_counts_for_all(client: Client
     assert held.decode() == beside == alone
     assert min(int(count) for count in alone.split()) > 5
     assert terminal == 0
+
+
+def test_no_device_of_the_host_comes_to_belong_to_a_sandbox(client: Client) -> None:
+    with Sandbox(image=IMAGE, client=client) as sandbox:
+        outside = int(sandbox.exec("cat", "/proc/self/uid_map").text.split()[1])
+        assert os.stat("/dev/null").st_uid != outside
+        assert sandbox.exec("sh", "-c", "exec 2>&1; chmod 666 /dev/null").exit_code != 0
 
 
 def test_ids_of_two_sandboxes_never_meet(daemon: Daemon, client: Client) -> None:

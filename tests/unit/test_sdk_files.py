@@ -15,7 +15,7 @@ import pytest
 from libdsec import Client, Sandbox
 from libdsec.errors import AlreadyExists, ConnectionFailed, InfraError, InvalidSpec, NotFound, TooLarge
 from libdsec.frames import Cursor, Extents, Lines, extent
-from libdsec.local import escapes
+from libdsec.local import Target, escapes
 from tests.support.fake_commands import pattern
 from tests.support.fake_daemon import FakeDaemon
 from tests.support.fake_state import Box
@@ -327,3 +327,11 @@ def test_a_link_already_there_leads_nowhere(sandbox: Sandbox, box: Box, tmp_path
     sandbox.get_tree("/t", tmp_path / "t")
     assert (tmp_path / "t" / "f").read_text() == "f"
     assert os.listdir(tmp_path / "outside") == []
+
+
+def test_a_download_puts_no_file_in_the_place_of_a_device_or_fifo(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for place in (tmp_path / "fifo", Path("/dev/null")):
+        with pytest.raises(OSError, match="not a regular file"):
+            Target(str(place))
+        assert not place.is_file()
