@@ -102,7 +102,8 @@ def spread(samples: Sequence[float], unit: str) -> str:
 @contextlib.contextmanager
 def daemon_with_environment() -> Iterator[Daemon]:
     """One whose environment is a minimal Debian and a file of random bytes: some 300 MB."""
-    with Daemon(config=machines.config()) as daemon, tempfile.TemporaryDirectory(dir="/var/lib/dsec") as folder:
+    config = machines.config(disk_bytes=4 << 30)
+    with Daemon(config=config) as daemon, tempfile.TemporaryDirectory(dir="/var/lib/dsec") as folder:
         with (Path(folder) / "data").open("wb") as file:
             for _ in range(_FILE_MIB):
                 file.write(os.urandom(MIB))
