@@ -71,6 +71,7 @@ class Launcher:
             }
 
             mountns.enter_copy(self._site.launch_ns)
+            self._spare_the_tree()
             root = self._stack(box, clones, disk)
             self._cookies.put_on(box)
             self._run_crun(box, root, cgroup_path, fds)
@@ -99,6 +100,22 @@ class Launcher:
         upper = stage / "disk" / "upper"
         files.add_resolv_conf(stage / "root", upper, str(self._site.network.dns_server), box.uid_base)
         return stage / "root"
+
+    def _spare_the_tree(self) -> None:
+        """Let crun write elsewhere what it writes to cgroup.subtree_control of all cgroups above the box's.
+
+        It hands on all controllers there are, each time, and with each such write the kernel walks all cgroups below,
+        thousands when there are thousands of sandboxes (cgroup_lock_and_drain_offline in kernel/cgroup/cgroup.c). Where
+        all have been handed on already, as after the first box, that changes nothing.
+        """
+        top = self._site.cgroup_dir
+        for above in (top, *top.parents):
+            if not above.is_relative_to(cgroup.root()):
+                break
+            handed_on = (cgroup.read(above, "cgroup.subtree_control") or "").split()
+            if cgroup.controllers(above) <= frozenset(handed_on):
+                with files.closing(mount.clone_tree(Path("/dev/null"))) as nothing:
+                    mount.attach(nothing, above / "cgroup.subtree_control")
 
     def _run_crun(self, box: Box, root: Path, cgroup_path: Path, fds: dict[int, int]) -> None:
         rundir = self.runs / box.id
