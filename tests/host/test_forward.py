@@ -14,7 +14,7 @@ from libdsec.types import ExecRequest, SandboxSpec
 from tests.support import machines
 from tests.support.backends import KINDS, Kind
 from tests.support.daemon import Daemon
-from tests.support.rootfs import debian_tar
+from tests.support.imports import import_python
 
 IMAGE = "debian:python"
 _SERVER = """
@@ -34,9 +34,7 @@ while True:
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[Daemon]:
     with Daemon(config=machines.config_if_any()) as running:
-        with running.client() as client:
-            tar = str(debian_tar(include=("python3",)))
-            client.finish(client.image_import(name=IMAGE, source=tar, kind="rootfs-tar"))
+        import_python(running, IMAGE)
         yield running
 
 

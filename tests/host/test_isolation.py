@@ -17,7 +17,7 @@ import pytest
 from libdsec import Client, Sandbox
 from libdsec.types import ExecRequest, SandboxSpec
 from tests.support.daemon import Daemon
-from tests.support.rootfs import debian_tar
+from tests.support.imports import import_python
 
 IMAGE = "debian:python"
 _HOSTILE = Path(__file__).resolve().parents[1] / "support" / "hostile.py"
@@ -34,9 +34,7 @@ _MAY_FAIL_OUTSIDE = frozenset({
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[Daemon]:
     with Daemon() as running:
-        with running.client() as client:
-            tar = str(debian_tar(include=("python3",)))
-            client.finish(client.image_import(name=IMAGE, source=tar, kind="rootfs-tar"))
+        import_python(running, IMAGE)
         yield running
 
 

@@ -26,8 +26,8 @@ from tests.host.test_network import entries
 from tests.host.test_network_names import DNS, Names
 from tests.support import machines
 from tests.support.daemon import Daemon
+from tests.support.imports import import_python
 from tests.support.netlab import FAR4, HOST4, HOST6, METADATA4, NEAR4, NEAR6, PRIVATE4, Lab
-from tests.support.rootfs import debian_tar
 
 IMAGE = "debian:python"
 _SUPPORT = Path(__file__).resolve().parents[1] / "support"
@@ -51,9 +51,7 @@ def lab() -> Iterator[Lab]:
 def daemon(lab: Lab) -> Iterator[Daemon]:
     config = machines.config() + f'[network]\ndns_upstreams = ["{DNS}:5353"]\n'
     with Daemon(netns=lab.host, config=config) as running:
-        with running.client() as client:
-            tar = str(debian_tar(include=("python3",)))
-            client.finish(client.image_import(name=IMAGE, source=tar, kind="rootfs-tar"))
+        import_python(running, IMAGE)
         names = Names(lab, running)
         yield running
         names.close()

@@ -19,6 +19,7 @@ from libdsec import Client
 from libdsec.errors import ConnectionFailed, DsecError, InvalidSpec, NotFound
 from libdsec.types import ExecRequest, NetworkState, SandboxSpec
 from tests.support.daemon import Daemon
+from tests.support.imports import import_python
 from tests.support.netlab import FAR4, FAR6, HOST4, HOST6, METADATA4, NEAR4, NEAR6, PRIVATE4, PRIVATE6, Lab
 from tests.support.rootfs import debian_tar
 
@@ -37,9 +38,7 @@ def lab() -> Iterator[Lab]:
 @pytest.fixture(scope="module")
 def daemon(lab: Lab) -> Iterator[Daemon]:
     with Daemon(netns=lab.host) as running:
-        with running.client() as client:
-            tar = str(debian_tar(include=("python3",)))
-            client.finish(client.image_import(name=IMAGE, source=tar, kind="rootfs-tar"))
+        import_python(running, IMAGE)
         yield running
 
 

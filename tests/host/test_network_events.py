@@ -13,8 +13,8 @@ import pytest
 from libdsec import Client
 from libdsec.types import ExecRequest, SandboxSpec
 from tests.support.daemon import Daemon
+from tests.support.imports import import_python
 from tests.support.netlab import FAR4, FAR6, HOST4, NEAR4, Lab
-from tests.support.rootfs import debian_tar
 
 IMAGE = "debian:python"
 _KIND = "network.refused"
@@ -58,9 +58,7 @@ def lab() -> Iterator[Lab]:
 @pytest.fixture(scope="module")
 def daemon(lab: Lab) -> Iterator[Daemon]:
     with Daemon(netns=lab.host) as running:
-        with running.client() as client:
-            tar = str(debian_tar(include=("python3",)))
-            client.finish(client.image_import(name=IMAGE, source=tar, kind="rootfs-tar"))
+        import_python(running, IMAGE)
         yield running
 
 

@@ -17,8 +17,8 @@ import pytest
 from libdsec import Client
 from libdsec.types import ExecRequest, SandboxSpec
 from tests.support.daemon import Daemon
+from tests.support.imports import import_python
 from tests.support.netlab import FAR4, FAR6, HOST4, HOST6, METADATA4, NEAR4, PRIVATE4, Lab
-from tests.support.rootfs import debian_tar
 
 IMAGE = "debian:python"
 _CHECKOUT = Path(__file__).resolve().parents[2]
@@ -85,9 +85,7 @@ def lab() -> Iterator[Lab]:
 def daemon(lab: Lab) -> Iterator[Daemon]:
     config = f'[network]\ndns_upstreams = ["{DNS}:5353"]\n'
     with Daemon(netns=lab.host, config=config) as running:
-        with running.client() as client:
-            tar = str(debian_tar(include=("python3",)))
-            client.finish(client.image_import(name=IMAGE, source=tar, kind="rootfs-tar"))
+        import_python(running, IMAGE)
         yield running
 
 

@@ -18,7 +18,7 @@ from libdsec.errors import Conflict, FeatureMissing, InvalidSpec
 from libdsec.ports import parse
 from libdsec.types import SandboxSpec, State
 from tests.support.daemon import Daemon
-from tests.support.rootfs import debian_tar
+from tests.support.imports import import_python
 
 IMAGE = "debian:python"
 _CHECKOUT = Path(__file__).resolve().parents[2]
@@ -39,9 +39,7 @@ while True:
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[Daemon]:
     with Daemon() as running:
-        with running.client() as client:
-            tar = str(debian_tar(include=("python3",)))
-            client.finish(client.image_import(name=IMAGE, source=tar, kind="rootfs-tar"))
+        import_python(running, IMAGE)
         yield running
 
 

@@ -18,7 +18,7 @@ import pytest
 from libdsec import Client
 from libdsec.types import ExecRequest, SandboxSpec
 from tests.support.daemon import Daemon
-from tests.support.rootfs import debian_tar
+from tests.support.imports import import_python
 
 IMAGE = "debian:python"
 _DSECCTL = Path(__file__).resolve().parents[2] / "bin/dsecctl"
@@ -49,9 +49,7 @@ print(os.getpid())
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[Daemon]:
     with Daemon() as running:
-        with running.client() as client:
-            tar = str(debian_tar(include=("python3",)))
-            client.finish(client.image_import(name=IMAGE, source=tar, kind="rootfs-tar"))
+        import_python(running, IMAGE)
         yield running
 
 
