@@ -6,8 +6,7 @@ import os
 import select
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from libdsec import Client
 from libdsec.types import ExecRequest, SandboxSpec
 from tests.support.daemon import Daemon
 from tests.support.rootfs import debian_tar
+from tests.support.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 COUNTER = "i=0; while [ $i -lt 150 ]; do i=$((i+1)); echo $i; sleep 0.02; done; exit 9"
@@ -100,9 +100,3 @@ def test_events_that_are_followed_go_on(daemon: Daemon, client: Client) -> None:
 
 def readable(file: object) -> bool:
     return bool(select.select([file], [], [], 0.1)[0])
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline

@@ -6,6 +6,7 @@ is in test_egress.py.
 """
 
 import contextlib
+import functools
 import re
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from tests.support.daemon import Daemon
 from tests.support.imports import import_python
 from tests.support.netlab import FAR4, FAR6, HOST4, HOST6, METADATA4, NEAR4, NEAR6, PRIVATE4, PRIVATE6, Lab
 from tests.support.rootfs import debian_tar
+from tests.support.waiting import until
 
 IMAGE = "debian:python"
 _CHECKOUT = Path(__file__).resolve().parents[2]
@@ -290,11 +292,11 @@ def test_programs_of_another_build_are_exchanged_and_nothing_is_open_meanwhile(
             daemon.restart()
             with daemon.client() as client:
                 at = client.exec_output(box, "stream").end
+                until(functools.partial(_grown, client, box, at))
                 assert reach(client, box, f"tcp/{FAR4}/443", f"tcp/{NEAR4}/443") == {
                     f"tcp/{FAR4}/443": HOST4, f"tcp/{NEAR4}/443": "EPERM",
                 }  # fmt: skip
                 assert client.exec_inspect(box, "stream").running
-                assert client.exec_output(box, "stream").end > at
                 assert client.exec_output(box, "knock").data == b""
                 after = client.network(box)
         assert len(programs) == 2 and not set(programs) & set(_programs(lab, before.device))
@@ -303,6 +305,10 @@ def test_programs_of_another_build_are_exchanged_and_nothing_is_open_meanwhile(
         assert (after.denied > before.denied) or not kept
         forbidden = (f" {FAR4} 80 ", f" {NEAR4} 443 ")
         assert not [line for line in lab.packets()[seen:] if any(text in line for text in forbidden)]
+
+
+def _grown(client: Client, box: str, end: int) -> bool:
+    return client.exec_output(box, "stream").end > end
 
 
 def _folders(daemon: Daemon) -> list[str]:

@@ -35,6 +35,7 @@ from libdsec import types as t
 from libdsec.errors import BY_CODE, NotFound, from_wire
 from tests.support.fake_commands import pattern
 from tests.support.fake_daemon import FakeDaemon
+from tests.support.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -543,13 +544,6 @@ def test_a_run_that_is_terminated_while_creating_leaves_no_sandbox(daemon: FakeD
     assert set(daemon.boxes) == {"web"}
 
 
-def until(condition: Any, timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 class Terminal:
     """dsecctl on a terminal of its own."""
 
@@ -592,7 +586,8 @@ def test_terminal_is_raw_sized_and_restored(daemon: FakeDaemon, terminal: Termin
     for size_, told in (((40, 120), (40, 120)), ((0, 0), (24, 80))):  # 0: nobody told the terminal its size
         termios.tcsetwinsize(terminal.theirs, size_)
         os.kill(terminal.process.pid, signal.SIGWINCH)
-        until(lambda told=told: main_of(daemon)["e"].sizes[-1] == told)
+        while main_of(daemon)["e"].sizes[-1] != told:  # the limit is pytest's
+            time.sleep(0.02)
     daemon.on_loop(main_of(daemon)["e"].end)
     assert terminal.process.wait() == 0
     assert termios.tcgetattr(terminal.theirs) == terminal.before

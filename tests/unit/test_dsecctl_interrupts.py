@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from dsecctl.cli import cli
 from libdsec import types as t
 from libdsec.errors import NotFound
 from tests.support.fake_daemon import FakeDaemon
+from tests.support.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -125,10 +126,3 @@ def test_output_that_cannot_be_written_is_one_error(daemon: FakeDaemon) -> None:
         command = [sys.executable, "-m", "dsecctl", "--socket", daemon.socket, "ps"]
         done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, timeout=30, check=False)
     assert (done.returncode, done.stderr) == (1, b"dsecctl: ps: No space left on device\n")
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)

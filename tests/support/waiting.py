@@ -1,0 +1,13 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Waiting for a condition that is about to become true, with a limit that only a fault reaches."""
+
+import time
+from collections.abc import Callable
+
+
+def until(condition: Callable[[], object], limit_s: float = 30.0) -> None:
+    """Return when the condition holds; fail when it does not within `limit_s` seconds. Blocks."""
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {limit_s} s"
+        time.sleep(0.02)
