@@ -24,6 +24,8 @@ def main() -> None:
     """Entry point."""
     end_at_once()
     _open_standard_streams()
+    # httpx brings a command line of its own, for which it would import rich: a quarter of our start. It can do without.
+    sys.modules.setdefault("httpx._main", None)  # type: ignore[arg-type]
     # Half a second of imports: a ctrl-C meanwhile is to find the handler set.
     from dsecctl.cli import main as run
 
