@@ -104,14 +104,6 @@ def test_everything_asked_for_exists() -> None:
     assert set(image.commands) == {"ls", "import", "build-debian", "pull", "tag", "rm", "inspect"}
 
 
-def test_a_command_starts_without_what_only_the_http_library_s_own_command_line_needs() -> None:
-    argv = [sys.executable, "-X", "importtime", "-m", "dsecctl", "ps", "--help"]
-    told = subprocess.run(argv, check=True, capture_output=True, text=True).stderr
-    imported = {line.rpartition("|")[2].strip() for line in told.splitlines()}
-    assert {"httpx", "dsecctl.commands.create"} <= imported
-    assert not {name for name in imported if name.partition(".")[0] == "rich"}
-
-
 def test_help_works_everywhere(daemon: FakeDaemon) -> None:
     for name, _ in every_command():
         done = call(daemon, *name.split(), "--help")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""dsecctl that is told to end: during imports, in a finalizer, while it cleans up; with streams that are none."""
+"""dsecctl that starts, and is told to end: during imports, in a finalizer, cleaning up; with streams that are none."""
 
 from __future__ import annotations
 
@@ -60,6 +60,14 @@ def daemon() -> Iterator[FakeDaemon]:
 
 def python(program: str) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=60, check=False)
+
+
+def test_a_command_starts_without_what_only_the_http_library_s_own_command_line_needs() -> None:
+    argv = [sys.executable, "-X", "importtime", "-m", "dsecctl", "ps", "--help"]
+    told = subprocess.run(argv, cwd=ROOT, check=True, capture_output=True, text=True).stderr
+    imported = {line.rpartition("|")[2].strip() for line in told.splitlines()}
+    assert {"httpx", "dsecctl.commands.create"} <= imported
+    assert not {name for name in imported if name.partition(".")[0] == "rich"}
 
 
 def test_an_interrupt_during_imports_ends_it_without_a_word() -> None:
