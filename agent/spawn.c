@@ -249,7 +249,7 @@ _Noreturn static void child(const struct spawn *s)
     umask((mode_t)request_num(r, F_UMASK, 022) & 0777);
     reset_oom_score();
     if (identity_take(&who, spawn_config.container) < 0)
-        fail("spawn-failed", "take user's identity");
+        fail("spawn-failed", identity_fault());
     enter_directory(r, &who);
     if (spawn_config.container && seccomp_hide_clone3() < 0)
         fail("spawn-failed", "seccomp");

@@ -173,6 +173,11 @@ int identity_find(const char *user, size_t len, struct identity *out)
     return parse_id(group, &out->gid) || find_group(group, &out->gid) ? 0 : -1;
 }
 
+const char *identity_fault(void)
+{
+    return errno == EINVAL ? "its ids are outside the sandbox's range" : "take user's identity";
+}
+
 int identity_take(const struct identity *who, int container)
 {
     if (setgroups(who->group_count, who->groups) < 0 || setresgid(who->gid, who->gid, who->gid) < 0)

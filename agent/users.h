@@ -21,5 +21,7 @@ struct identity {
 int identity_find(const char *user, size_t len, struct identity *out);
 /* Takes the identity for good: groups, gid, uid, and with `container` the reduced capabilities. 0 or -1 with errno. */
 int identity_take(const struct identity *who, int container);
+/* What to say when it failed, by errno. */
+const char *identity_fault(void);
 
 #endif

@@ -134,7 +134,7 @@ static void become(const struct request *r)
     if (identity_find((const char *)r->span[F_USER].data, r->span[F_USER].len, &who) < 0)
         worker_fail("no-such-user", 0, "user or group");
     if (identity_take(&who, spawn_config.container) < 0)
-        worker_fail_errno("take user's identity");
+        worker_fail_errno(identity_fault());
     (void)prctl(PR_SET_DUMPABLE, 0, 0, 0, 0);
     umask((mode_t)request_num(r, F_UMASK, 022) & 0777);
     (void)!chdir("/");

@@ -9,18 +9,14 @@ Units are in the names. Bytes in JSON (``stdout``, ``data``) are base64. Times a
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Sequence
 from datetime import datetime
 from enum import StrEnum
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
-    PlainSerializer,
     StringConstraints,
     WithJsonSchema,
     model_validator,
@@ -29,6 +25,16 @@ from pydantic_core import ErrorDetails
 
 from libdsec import apparmor, network
 from libdsec.apparmor import AppArmor as AppArmor
+from libdsec.execve import Arg, Env
+from libdsec.filetypes import FileInfo as FileInfo
+from libdsec.filetypes import FileList as FileList
+from libdsec.filetypes import MkdirRequest as MkdirRequest
+from libdsec.filetypes import RenameRequest as RenameRequest
+from libdsec.model import Bytes as Bytes
+from libdsec.model import GuestPath as GuestPath
+from libdsec.model import Model as Model
+from libdsec.model import OpenModel as OpenModel
+from libdsec.model import User as User
 from libdsec.network import Policy as Policy
 from libdsec.ports import Publish as Publish
 
@@ -49,11 +55,6 @@ LABEL_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._/-]*$"
 LabelName = Annotated[str, StringConstraints(pattern=LABEL_NAME_PATTERN, max_length=128)]
 Label = Annotated[str, StringConstraints(max_length=128)]
 Labels = Annotated[dict[LabelName, Label], Field(max_length=64)]
-EnvName = Annotated[str, StringConstraints(pattern=r"^[^=\x00]{1,4096}$")]
-EnvValue = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$", max_length=131072)]
-Arg = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$", max_length=131072)]
-User = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$", max_length=128)]
-GuestPath = Annotated[str, StringConstraints(pattern=r"^/[^\x00]*$", max_length=4096)]
 
 #: What the patterns mean, for messages.
 _WORDS = {
@@ -81,30 +82,6 @@ def explain(error: ErrorDetails) -> str:
     words = _WORDS.get(str(error.get("ctx", {}).get("pattern")))
     text = words or error["msg"].removeprefix("Value error, ")
     return text[:1].lower() + text[1:4000]
-
-
-def _base64(value: bytes) -> str:
-    return base64.b64encode(value).decode()
-
-
-#: Raw bytes in Python, base64 with the standard alphabet in JSON. (pydantic's Base64Bytes wants base64 in Python too.)
-Bytes = Annotated[
-    bytes,
-    PlainSerializer(_base64, return_type=str, when_used="json"),
-    WithJsonSchema({"type": "string", "contentEncoding": "base64"}),
-]
-
-
-class Model(BaseModel):
-    """Base of all wire types: unknown fields are errors, instances are not mutated."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True, val_json_bytes="base64")
-
-
-class OpenModel(BaseModel):
-    """Base of responses: a newer daemon may add fields that an older client ignores."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True, defer_build=True, val_json_bytes="base64")
 
 
 # --- sandboxes ---------------------------------------------------------------------------------------------------
@@ -174,7 +151,7 @@ class SandboxSpec(Model):
     workspace: ImageRef | None = Field(None, description="an image that carries its prefix, /workspace by default")
     toolkits: tuple[ImageRef, ...] = Field((), max_length=12, description="later ones lie on top")
     command: tuple[Arg, ...] | None = Field(None, min_length=1, max_length=4096, description="exec 'main' of a start")
-    env: dict[EnvName, EnvValue] = Field(default_factory=dict, max_length=4096)
+    env: Env = Field(default_factory=dict, description="with the image's at most 1 MiB")
     user: User | None = Field(None, description="default: the image's, else root")
     workdir: GuestPath | None = Field(None, description="default: the image's, else the user's home")
     hostname: str | None = Field(None, pattern=HOSTNAME_PATTERN)
@@ -348,7 +325,7 @@ class ExecRequest(Model):
 
     argv: tuple[Arg, ...] = Field(min_length=1, max_length=65536)
     exec_id: ExecId | None = Field(None, description="made by the client or the daemon; unique in the sandbox")
-    env: dict[EnvName, EnvValue] = Field(default_factory=dict, max_length=4096)
+    env: Env = Field(default_factory=dict)
     cwd: GuestPath | None = None
     user: User | None = Field(None, description="name or uid, optionally :group")
     stdin: Bytes | None = Field(None, description="whole input of a buffered exec")
@@ -451,44 +428,18 @@ class StreamStart(Model):
     start: ExecRequest | None = None
     stdin: bool = Field(False, description="the client will send stdin")
     attach: ExecId | None = None
-    stdout_offset: int = Field(0, ge=0, le=INT64_MAX)
-    stderr_offset: int = Field(0, ge=0, le=INT64_MAX)
+    stdout_offset: int = Field(0, ge=0, le=INT64_MAX, description="with attach")
+    stderr_offset: int = Field(0, ge=0, le=INT64_MAX, description="with attach")
 
-
-# --- files -------------------------------------------------------------------------------------------------------
-
-
-class FileInfo(OpenModel):
-    """stat(2) of a path in a sandbox."""
-
-    name: str
-    type: Literal["file", "directory", "symlink", "fifo", "socket", "char", "block", "unknown"]
-    mode: int = Field(description="permission bits, 07777")
-    uid: int
-    gid: int
-    size_bytes: int
-    mtime_ns: int
-    nlink: int = 1
-    target: str | None = None
-
-
-class FileList(OpenModel):
-    entries: tuple[FileInfo, ...]
-    next: str | None = Field(None, description="pass as `cursor` for the next page")
-
-
-class MkdirRequest(Model):
-    path: GuestPath
-    mode: int = Field(0o777, ge=0, le=0o7777)
-    umask: int = Field(0o022, ge=0, le=0o777)
-    parents: bool = False
-    user: User | None = Field(None)
-
-
-class RenameRequest(Model):
-    path: GuestPath
-    target: GuestPath
-    user: User | None = Field(None)
+    @model_validator(mode="after")
+    def _one_of_two(self) -> Self:
+        if (self.start is None) == (self.attach is None):
+            raise ValueError("exactly one of 'start' and 'attach' is needed")
+        if self.start is not None and self.start.stdin is not None:
+            raise ValueError("start.stdin: is not for a stream; say \"stdin\": true beside 'start' and send it")
+        if self.start is not None and (self.stdout_offset or self.stderr_offset):
+            raise ValueError("stdout_offset, stderr_offset: go with 'attach'; a command that starts begins at 0")
+        return self
 
 
 # --- images ------------------------------------------------------------------------------------------------------

@@ -164,9 +164,22 @@ def spec_of(image: str, given: Mapping[str, Any], argv: tuple[str, ...] | None) 
     return build(t.SandboxSpec, "spec", image=image, command=argv, limits=limits_of(given), **fields)
 
 
-def strip_dashes(argv: tuple[str, ...]) -> tuple[str, ...]:
-    """The command without the ``--`` that may stand before it."""
-    return argv[1:] if argv[:1] == ("--",) else argv
+def command_of(argv: tuple[str, ...], behind: str) -> tuple[str, ...]:
+    """The command without the ``--`` that may stand before it. Raises UsageError for an option of ours in its place:
+    what stands behind ``behind`` is no longer ours, and a command of such a name is not to be guessed."""
+    if argv[:1] == ("--",):
+        return argv[1:]
+    if argv and argv[0].startswith("-"):
+        ctx = click.get_current_context()
+        ours = {name for option in ctx.command.params for name in (*option.opts, *option.secondary_opts)}
+        word = argv[0].partition("=")[0]
+        what = f"option '{word}'" if word in ours else f"'{argv[0]}'"
+        raise click.UsageError(
+            f"{what} stands behind {behind}, where the command begins: put it before {behind}, "
+            "or '--' before a command that is called so",
+            ctx,
+        )
+    return argv
 
 
 @command(
@@ -199,7 +212,7 @@ def create(
         raise click.MissingParameter(param_hint="'IMAGE'", param_type="argument")
     if count is not None:
         raise click.UsageError("--count goes with --snapshot")
-    spec = spec_of(image, given, strip_dashes(argv) or None)
+    spec = spec_of(image, given, command_of(argv, "IMAGE") or None)
     box = app.client.create(spec, id=given["id"], idempotency_key=idempotency_key, wait_s=given["wait_s"])
     if app.json:
         output.document(box)

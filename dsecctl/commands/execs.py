@@ -14,7 +14,7 @@ import click
 
 from dsecctl import output
 from dsecctl.app import App, command, passes_rest
-from dsecctl.commands.create import LIMIT_NAMES, LIMITS, asked_limits, strip_dashes
+from dsecctl.commands.create import LIMIT_NAMES, LIMITS, asked_limits, command_of
 from dsecctl.params import DURATION, EXEC, SANDBOX, VARIABLE, options, read_env_file
 from dsecctl.terminal import Attachment, check_terminal, status_of, write_out
 from libdsec import ExecStream, Sandbox
@@ -93,7 +93,7 @@ def exec_(
 
     COMMAND is run without a shell. Own failures: 125, command not executable 126, not found 127, timed out 124.
     """
-    argv = strip_dashes(argv)
+    argv = command_of(argv, "SANDBOX")
     if not argv:
         raise click.UsageError("missing argument 'COMMAND...'", click.get_current_context())
     given["env"] = {**given.pop("env_file"), **dict(given["env"])}

@@ -12,7 +12,7 @@ import click
 
 from dsecctl import output
 from dsecctl.app import App, command, passes_rest
-from dsecctl.commands.create import SPEC, spec_of, strip_dashes
+from dsecctl.commands.create import SPEC, command_of, spec_of
 from dsecctl.commands.execs import STREAMS, conduct
 from dsecctl.params import IMAGE
 from libdsec import Sandbox
@@ -56,7 +56,7 @@ def run(
     Without COMMAND, what the image says is run, else a shell. COMMAND is run without a shell. Own failures: 125,
     command not executable 126, not found 127, timed out 124.
     """
-    argv = strip_dashes(argv) or _default_command(app, image)
+    argv = command_of(argv, "IMAGE") or _default_command(app, image)
     spec = spec_of(image, given, argv if detach else None)
     sandbox = Sandbox.of(spec, id=given["id"], wait_s=given["wait_s"], client=app.client)
     if detach:

@@ -156,6 +156,8 @@ class Backend(Protocol):
     name: str
     #: Names of features without which there is no such sandbox at all.
     needs: frozenset[str]
+    #: How many uids and gids there are in one: 0 to so many less one.
+    ids: int
     #: None for a kind that cannot be saved while it runs.
     saves: Saves | None
 

@@ -20,7 +20,7 @@ from dsecd.backends.agentlink.link import AgentError, LinkLost
 from dsecd.backends.base import Box, Saves, Site, translated
 from dsecd.backends.container_steps import KILL_TIMEOUT_S, ContainerSteps
 from dsecd.backends.plan import Step
-from dsecd.linux import cgroup, mechanisms, pidfd
+from dsecd.linux import cgroup, mechanisms, pidfd, userns
 from libdsec import errors
 from libdsec.memory import MachineMemory
 from libdsec.network import Policy
@@ -40,6 +40,7 @@ class ContainerBackend:
 
     name = "container"
     needs = _NEEDED
+    ids = userns.SIZE
     saves: Saves | None = None
 
     def __init__(self, site: Site) -> None:

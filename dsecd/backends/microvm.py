@@ -42,6 +42,8 @@ class MicrovmBackend:
     name = "microvm"
     #: Not every host is one for virtual machines; `probe` says what this one lacks.
     needs: frozenset[str] = frozenset()
+    #: All that a kernel has: the last of 32 bits means "no change" to it, setresuid(2).
+    ids = (1 << 32) - 1
 
     def __init__(self, site: Site) -> None:
         self._steps = MicrovmSteps(site)

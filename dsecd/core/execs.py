@@ -128,8 +128,6 @@ class Execs:
 
     async def open_stream(self, principal: Principal, sandbox_id: str, request: StreamStart) -> ExecStream:
         """Start a command, or attach to one, and follow it."""
-        if (request.start is None) == (request.attach is None):
-            raise errors.InvalidSpec("exec stream: exactly one of 'start' and 'attach' is needed")
         live = self._registry.find(principal, sandbox_id, "exec in")
         if request.start is not None:
             channel = await self._start(live, request.start, stdin=request.stdin)

@@ -160,7 +160,7 @@ class Files:
             raise errors.InvalidSpec(
                 f"{doing} '{sandbox_id}': path must be absolute and shorter than 4,096 bytes: {path!r}"
             )
-        return live.file_link(doing), live.defaults.user if user is None else user
+        return live.file_link(doing), live.user(user, doing)
 
 
 def _name(path: str) -> str:

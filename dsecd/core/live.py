@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from dsecd.backends.agentlink.link import AgentLink
 from dsecd.backends.agentlink.records import StartRequest
 from dsecd.backends.base import Backend, Box
+from dsecd.core.bounds import check_user
 from dsecd.core.records import Record
 from libdsec import errors
 from libdsec.types import ExecRequest, ImageInfo, SandboxSpec, State
@@ -109,15 +110,23 @@ class Live:
             hint=hint, state=str(state), required=list(states),
         )  # fmt: skip
 
+    def user(self, asked: str | None, doing: str) -> str:
+        """Whom a call is for. Raises InvalidSpec for a number that is no id in it."""
+        if asked is None:
+            return self.defaults.user
+        check_user(asked, self.backend.ids, f"{doing} '{self.id}'")
+        return asked
+
     def start_request(self, request: ExecRequest, exec_id: str, *, stdin_open: bool) -> StartRequest:
         """What the agent is asked for a command: the request over the defaults."""
+        user = self.user(request.user, "exec in")
         env = {**self.defaults.env, **request.env}
         return StartRequest(
             exec_id=exec_id,
             argv=list(request.argv),
             env=[f"{name}={value}" for name, value in env.items()],
             cwd=request.cwd or self.defaults.workdir,
-            user=self.defaults.user if request.user is None else request.user,
+            user=user,
             pty=request.pty,
             rows=request.rows,
             cols=request.cols,

@@ -10,11 +10,12 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from dsecd.backends.agentlink.link import LinkLost
 from dsecd.backends.base import Backend, Box, Saves
 from dsecd.backends.refusals import Refused
+from dsecd.core.bounds import check_env, check_user
 from dsecd.core.images.compose import compose
 from dsecd.core.images.store import ImageStore
 from dsecd.core.live import Defaults, Live
@@ -74,7 +75,7 @@ class Registry:
         spec = record.spec
         uid_base = self._uid_base + record.range_index * RANGE_SIZE
         box = Box(id=record.id, spec=spec, uid_base=uid_base, layers=(), profile=record.profile)
-        live = Live(record, box, self._backends[spec.backend], self._defaults(record))
+        live = Live(record, box, self._backends[spec.backend], self._defaults(spec, record.layers))
         box.on_link_lost = lambda lost: self.on_link_lost(live, lost)
         box.on_oom = lambda kills: self.on_oom(live, kills)
         box.on_refused = lambda refused: self.on_refused(live, refused)
@@ -102,7 +103,7 @@ class Registry:
     def examine(self, request: CreateRequest) -> None:
         """Raise what keeps it from ever being made."""
         self._check(request)
-        self._compose(request.spec)
+        self._fits(request, self._compose(request.spec))
 
     def saves(self, doing: str, live: Live) -> Saves:
         """What can save a sandbox as it runs. Raises FeatureMissing where its kind cannot be saved."""
@@ -146,6 +147,7 @@ class Registry:
         off = self._check(request)
         if layers is None:
             layers = self._compose(spec)
+        self._fits(request, layers)
         sandbox_id = request.id or self._new_id()
         now = time.time()
         record = Record(
@@ -166,11 +168,18 @@ class Registry:
         workspace = None if spec.workspace is None else resolve(spec.workspace)
         return compose(resolve(spec.image), workspace, [resolve(toolkit) for toolkit in spec.toolkits])
 
-    def _defaults(self, record: Record) -> Defaults:
-        images = [self._images.get(digest) for digest in reversed(record.layers)]
+    def _fits(self, request: CreateRequest, layers: Sequence[str]) -> None:
+        """Raise InvalidSpec when no command could run with what it has from its images and its spec."""
+        doing = f"create '{request.id or request.spec.image}'"
+        defaults = self._defaults(request.spec, layers)
+        check_user(defaults.user, self._backends[request.spec.backend].ids, doing)
+        check_env(defaults.env, doing)
+
+    def _defaults(self, spec: SandboxSpec, layers: Sequence[str]) -> Defaults:
+        images = [self._images.get(digest) for digest in reversed(layers)]
         # An image given twice lies in the stack once: then there may be no second one.
-        workspace = images[1] if record.spec.workspace is not None and len(images) > 1 else None
-        return Defaults.of(record.spec, images, workspace)
+        workspace = images[1] if spec.workspace is not None and len(images) > 1 else None
+        return Defaults.of(spec, images, workspace)
 
 
 def _digest(request: CreateRequest) -> str:

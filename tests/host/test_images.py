@@ -16,6 +16,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -261,40 +262,49 @@ def sha256(data: bytes) -> str:
     return "sha256:" + hashlib.sha256(data).hexdigest()
 
 
-def oci_layout(root: Path, layers: list[bytes]) -> None:
-    """An OCI layout with one image, its layers gzipped."""
+def oci_layout(
+    root: Path, layers: list[bytes], *, diff_ids: list[str] | None = None, lie: str = "", by: int | None = 0,
+    nested: int = 0,
+) -> None:
+    """An OCI layout with one image, its layers gzipped, below ``nested`` indexes more. ``lie`` is the kind whose
+    descriptors have sizes that are wrong by ``by`` bytes, or none."""
     blobs = root / "blobs/sha256"
     blobs.mkdir(parents=True)
 
     def put(data: bytes, kind: str) -> dict[str, object]:
         digest = sha256(data)
         (blobs / digest.removeprefix("sha256:")).write_bytes(data)
-        return {"mediaType": f"application/vnd.oci.image.{kind}", "digest": digest, "size": len(data)}
+        size = {} if kind == lie and by is None else {"size": len(data) + (by or 0) * (kind == lie)}
+        return {"mediaType": f"application/vnd.oci.image.{kind}", "digest": digest, **size}
 
     config = json.dumps({
         "architecture": "amd64", "os": "linux", "config": RUN_CONFIG,
-        "rootfs": {"type": "layers", "diff_ids": [sha256(layer) for layer in layers]},
+        "rootfs": {"type": "layers", "diff_ids": diff_ids or [sha256(layer) for layer in layers]},
     }).encode()
     manifest = json.dumps({
         "schemaVersion": 2, "mediaType": "application/vnd.oci.image.manifest.v1+json",
         "config": put(config, "config.v1+json"),
         "layers": [put(gzip.compress(layer), "layer.v1.tar+gzip") for layer in layers],
     }).encode()
+    found = put(manifest, "manifest.v1+json")
+    for _ in range(nested):
+        found = put(json.dumps({"schemaVersion": 2, "manifests": [found]}).encode(), "index.v1+json")
     index = {"schemaVersion": 2, "manifests": [
-        {**put(manifest, "manifest.v1+json"), "annotations": {"org.opencontainers.image.ref.name": "one"}}
+        {**found, "annotations": {"org.opencontainers.image.ref.name": "one"}}
     ]}
     (root / "index.json").write_text(json.dumps(index))
     (root / "oci-layout").write_text('{"imageLayoutVersion": "1.0.0"}')
 
 
-def docker_archive(path: Path, layers: list[bytes]) -> None:
-    """What `docker save` wrote before it wrote OCI layouts."""
+def docker_archive(path: Path, layers: list[bytes], *, forged: bool = False) -> None:
+    """What `docker save` wrote before it wrote OCI layouts; ``forged``: its configuration is not what its name says."""
     config = json.dumps({"config": RUN_CONFIG, "rootfs": {"diff_ids": [sha256(layer) for layer in layers]}}).encode()
     names = [f"{hashlib.sha256(layer).hexdigest()}/layer.tar" for layer in layers]
-    listing = json.dumps([{"Config": f"{'c' * 64}.json", "RepoTags": ["one:latest"], "Layers": names}]).encode()
+    config_name = f"{hashlib.sha256(config).hexdigest()}.json"
+    listing = json.dumps([{"Config": config_name, "RepoTags": ["one:latest"], "Layers": names}]).encode()
     path.write_bytes(images.tar_bytes([
         *(file(name, layer) for name, layer in zip(names, layers, strict=True)),
-        file(f"{'c' * 64}.json", config), file("manifest.json", listing),
+        file(config_name, config.replace(b"serve", b"other") if forged else config), file("manifest.json", listing),
     ]))
 
 
@@ -335,9 +345,46 @@ def test_layers_are_applied_and_the_configuration_kept(disk: Path, bundles: dict
 def test_a_layer_that_is_not_what_its_digest_says_is_refused(disk: Path, bundles: dict[str, str]) -> None:
     lower = gzip.compress(LOWER).hex()
     [blob] = [path for path in (disk / "layout/blobs/sha256").iterdir() if path.read_bytes().hex()[20:] == lower[20:]]
-    blob.write_bytes(gzip.compress(images.tar_bytes([file("etc/planted", b"x")])))
+    planted = gzip.compress(images.tar_bytes([file("etc/planted", b"x")]))
+    blob.write_bytes(planted.ljust(blob.stat().st_size, b"\0"))
     with pytest.raises(InvalidSpec, match="digest is"):
         import_one(disk, source=bundles["layout"])
+    assert images.residue(disk) == []
+
+
+LIES: list[tuple[dict[str, Any], str]] = [
+    ({"diff_ids": [sha256(LOWER), sha256(LOWER)]}, "it unpacks to digest"),
+    ({"diff_ids": [sha256(LOWER)]}, r"2 layers, but 1 digests of them \(rootfs.diff_ids\)"),
+    ({"diff_ids": [sha256(LOWER), "md5:0"]}, "'md5:0' is not a sha256 digest"),
+    ({"lie": "layer.v1.tar+gzip", "by": 1}, "bytes, not [0-9]+ as its descriptor says"),
+    ({"lie": "config.v1+json", "by": -1}, "bytes, not [0-9]+ as its descriptor says"),
+    ({"lie": "manifest.v1+json", "by": 1}, "bytes, not [0-9]+ as its descriptor says"),
+    ({"lie": "index.v1+json", "by": 1, "nested": 1}, "bytes, not [0-9]+ as its descriptor says"),
+    ({"lie": "layer.v1.tar+gzip", "by": None}, "has no size"),
+    ({"nested": 5}, "its indexes are nested, at most 4 deep are followed"),
+    ({"nested": 300}, "its indexes are nested, at most 4 deep are followed"),
+]
+
+
+@pytest.mark.parametrize(("lies", "message"), LIES)
+def test_a_layout_that_is_not_what_it_says_is_refused(disk: Path, lies: dict[str, Any], message: str) -> None:
+    oci_layout(disk / "layout", [LOWER, UPPER], **lies)
+    with pytest.raises(InvalidSpec, match=message):
+        import_one(disk, source=str(disk / "layout"))
+    assert images.residue(disk) == []
+    assert not any(path.is_file() for path in (disk / "images").rglob("*"))
+
+
+def test_indexes_in_indexes_are_followed(disk: Path) -> None:
+    oci_layout(disk / "layout", [LOWER, UPPER], nested=4)
+    with mounted(disk, import_one(disk, source=str(disk / "layout")).digest) as view:
+        assert (view / "etc/changed").read_text() == "new"
+
+
+def test_a_configuration_that_is_not_what_its_name_says_is_refused(disk: Path) -> None:
+    docker_archive(disk / "docker.tar", [LOWER, UPPER], forged=True)
+    with pytest.raises(InvalidSpec, match="does not have the digest in its name"):
+        import_one(disk, source=str(disk / "docker.tar"))
     assert images.residue(disk) == []
 
 

@@ -2,6 +2,7 @@
 """The life of a sandbox through the API of a real daemon; effects are read from the kernel or from inside."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from libdsec import AsyncClient, Client, Sandbox
 from libdsec.errors import (
     AlreadyExists,
     Conflict,
+    ExecNotStarted,
     FeatureMissing,
     InvalidSpec,
     NotFound,
@@ -352,6 +354,39 @@ def test_all_faults_of_a_spec_come_at_once(client: Client) -> None:
         client.request("create", body=body)
     paths = {error["path"] for error in caught.value.details["errors"]}
     assert paths == {"spec.hostname", "spec.ttl_s", "spec.colour"}
+
+
+def test_a_number_that_is_no_id_of_a_sandbox_is_refused_with_the_range(client: Client) -> None:
+    wrong = "'.*70000.*': uids and gids of this sandbox are 0 to 65535"
+    for user in ("70000", "0:70000", "4294967295"):
+        with pytest.raises(InvalidSpec, match=wrong.replace("70000", user[-5:])):
+            client.create(spec(user=user))
+    box = client.create(spec()).id
+    with pytest.raises(InvalidSpec, match=wrong):
+        client.exec(box, ExecRequest(argv=("true",), user="70000:0"))
+    with pytest.raises(InvalidSpec, match=wrong):
+        client.stat(box, "/", user=":70000")
+    assert client.exec(box, ExecRequest(argv=("id", "-u"), user="65535:65535")).text == "65535\n"
+    # Only its own files know this one, so its agent says it.
+    sh(client, box, "echo 'far:x:70000:70000::/:/bin/sh' >> /etc/passwd")
+    with pytest.raises(ExecNotStarted, match="its ids are outside the sandbox's range"):
+        client.exec(box, ExecRequest(argv=("true",), user="far"))
+    with pytest.raises(InvalidSpec, match="its ids are outside the sandbox's range"):
+        client.stat(box, "/", user="far")
+
+
+def test_an_environment_that_no_command_could_have_is_refused_when_the_sandbox_is_made(client: Client) -> None:
+    with pytest.raises(InvalidSpec, match=r"env: all variables, the image's too, take \d+ bytes, at most 1048576"):
+        client.create(spec(env={f"V{number}": "x" * 100_000 for number in range(50)}))
+    longest = "x" * (131_071 - len("V="))
+    box = client.create(spec(env={"V": longest, "W": "y" * 100_000} | {f"V{i}": "z" * 90_000 for i in range(9)})).id
+    assert sh(client, box, "printf %s \"$V\" | wc -c").strip() == str(len(longest))
+    env = {"V": longest + "x"}
+    with pytest.raises(InvalidSpec, match="variable 'V' has 131072 bytes with its name, execve"):
+        client.request("create", body=json.dumps({"spec": {"image": IMAGE, "env": env}}).encode())
+    with pytest.raises(InvalidSpec) as caught:
+        client.request("exec", body=json.dumps({"argv": ["\u00e9" * 70_000], "env": env}).encode(), id=box)
+    assert {error["path"] for error in caught.value.details["errors"]} >= {"argv[0]", "env"}
 
 
 def test_readonly_root_and_sizes(client: Client) -> None:

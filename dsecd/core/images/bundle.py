@@ -16,10 +16,10 @@ import platform
 import posixpath
 import re
 import tarfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from dsecd.core.images.reader import CHUNK_BYTES, ForwardReader, open_stream
 from libdsec.errors import InvalidSpec, NotFound
@@ -34,6 +34,10 @@ _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64", "riscv64": "riscv64", "
 _MAX_LAYERS = 1000
 _MAX_INDEX_DEPTH = 4
 
+#: A configuration is called by its digest: of all that a docker-archive names, only there.
+_DIGEST_IN_NAME = re.compile(r"(?:blobs/sha256/)?([0-9a-f]{64})(?:\.json)?")
+
+T = TypeVar("T")
 Json = Mapping[str, object]
 
 
@@ -51,7 +55,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer of a bundle: where it lies, and the digest of what lies there or of what that unpacks to."""
+    """One layer of a bundle: where it lies, and the digests of what lies there and of what that unpacks to."""
 
     name: str
     size: int
@@ -217,19 +221,48 @@ def _oci_image(bundle: Bundle, reference: str | None, what: str) -> Image:
         if not choices:
             raise NotFound(f"import {what}: no image {reference!r} in it")
     descriptor = _choose(choices, what)
-    for _ in range(_MAX_INDEX_DEPTH):
-        if descriptor.get("mediaType") not in _INDEX_TYPES:
-            break
-        nested = _json(bundle, _blob(descriptor, what), _hex(descriptor, what))
-        descriptor = _choose(_objects(nested, "manifests", what), what)
-    manifest = _json(bundle, _blob(descriptor, what), _hex(descriptor, what))
-    config_descriptor = _mapping(manifest.get("config"))
-    config = _json(bundle, _blob(config_descriptor, what), _hex(config_descriptor, what))
-    layers: list[Layer] = []
-    for item in _objects(manifest, "layers", what):
-        name = _blob(item, what)
-        layers.append(Layer(name, bundle.size(name), _hex(item, what), None))
-    return Image(_bounded(layers, what), _config(config), f"sha256:{_hex(descriptor, what)}")
+    depth = 0
+    while descriptor.get("mediaType") in _INDEX_TYPES:
+        depth += 1
+        if depth > _MAX_INDEX_DEPTH:
+            raise InvalidSpec(f"import {what}: its indexes are nested, at most {_MAX_INDEX_DEPTH} deep are followed")
+        descriptor = _choose(_objects(_described(bundle, descriptor, what), "manifests", what), what)
+    manifest = _described(bundle, descriptor, what)
+    config = _described(bundle, _mapping(manifest.get("config")), what)
+    items = _objects(manifest, "layers", what)
+    return Image(_layers(bundle, items, _diff_ids(config, len(items), what), what), _config(config),
+                 f"sha256:{_hex(descriptor, what)}")  # fmt: skip
+
+
+def _layers(bundle: Bundle, items: list[Json], diff_ids: list[str], what: str) -> tuple[Layer, ...]:
+    layers = []
+    for item, diff_id in zip(_bounded(items, what), diff_ids, strict=True):
+        name = _sized(bundle, item, what)
+        layers.append(Layer(name, bundle.size(name), _hex(item, what), diff_id))
+    return tuple(layers)
+
+
+def _diff_ids(config: Json, count: int, what: str) -> list[str]:
+    """The digests of the unpacked layers, which only the configuration tells: one for each of ``count`` layers."""
+    diff_ids = _texts(_mapping(config.get("rootfs")), "diff_ids")
+    if len(diff_ids) != count:
+        raise InvalidSpec(f"import {what}: {count} layers, but {len(diff_ids)} digests of them (rootfs.diff_ids)")
+    return [_hex({"digest": diff_id}, what) for diff_id in diff_ids]
+
+
+def _described(bundle: Bundle, descriptor: Json, what: str) -> Json:
+    """The JSON that a descriptor leads to, once its size and digest are what the descriptor says."""
+    return _json(bundle, _sized(bundle, descriptor, what), _hex(descriptor, what))
+
+
+def _sized(bundle: Bundle, descriptor: Json, what: str) -> str:
+    """The name of a descriptor's blob, which has the size that the descriptor says."""
+    name, size = _blob(descriptor, what), descriptor.get("size")
+    if not isinstance(size, int) or isinstance(size, bool):
+        raise InvalidSpec(f"import {what}: its descriptor of {name!r} has no size")
+    if (found := bundle.size(name)) != size:
+        raise InvalidSpec(f"import {what}: {name!r} has {found} bytes, not {size} as its descriptor says")
+    return name
 
 
 def _choose(choices: list[Json], what: str) -> Json:
@@ -281,25 +314,24 @@ def _docker_image(bundle: Bundle, reference: str | None, what: str) -> Image:
         raise InvalidSpec(
             f"import {what}: it holds {len(found)} images: {', '.join(names[:8])}", hint="say which with the reference"
         )
-    config = _json(bundle, _text(found[0], "Config"), None)
-    names = list(_texts(found[0], "Layers"))
-    diff_ids = _texts(_mapping(config.get("rootfs")), "diff_ids")
-    if len(diff_ids) != len(names):
-        raise InvalidSpec(f"import {what}: {len(names)} layers, but {len(diff_ids)} digests of them")
+    name = _text(found[0], "Config")
+    digest = _DIGEST_IN_NAME.fullmatch(name)
+    config = _json(bundle, name, None if digest is None else digest[1])
+    members = _bounded(_texts(found[0], "Layers"), what)
     layers = [
-        Layer(name, bundle.size(name), None, _hex({"digest": diff_id}, what))
-        for name, diff_id in zip(names, diff_ids, strict=True)
+        Layer(member, bundle.size(member), None, diff_id)
+        for member, diff_id in zip(members, _diff_ids(config, len(members), what), strict=True)
     ]
-    return Image(_bounded(layers, what), _config(config), None)
+    return Image(tuple(layers), _config(config), None)
 
 
 # --- JSON of unknown shape ---------------------------------------------------------------------------------------
 
 
-def _bounded(layers: list[Layer], what: str) -> tuple[Layer, ...]:
+def _bounded(layers: Sequence[T], what: str) -> Sequence[T]:
     if len(layers) > _MAX_LAYERS:
         raise InvalidSpec(f"import {what}: it has {len(layers)} layers, at most {_MAX_LAYERS} are taken")
-    return tuple(layers)
+    return layers
 
 
 def _load(bundle: Bundle, name: str, digest: str | None) -> object:

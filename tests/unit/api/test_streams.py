@@ -59,6 +59,31 @@ async def frames(socket: ClientConnection) -> tuple[list[bytes | str], int | Non
 # ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ('{"start": {"argv": ["cat"], "stdin": "eA=="}}', "start.stdin: is not for a stream"),
+        ('{"start": {"argv": ["cat"]}, "stdout_offset": 3}', "go with 'attach'"),
+        ('{"start": {"argv": ["cat"]}, "attach": "x"}', "exactly one of 'start' and 'attach'"),
+        ("{}", "exactly one of 'start' and 'attach'"),
+    ],
+)
+def test_what_a_first_message_cannot_ask_for_is_refused_and_starts_nothing(
+    tmp_path: Path, message: str, words: str
+) -> None:
+    async def body(api: Api) -> None:
+        api.execs.stream = FakeStream(script(END))
+        async with connect(api) as socket:
+            await socket.send(message)
+            found, code = await frames(socket)
+        assert code == 1011
+        (text,) = found
+        answer = json.loads(text)
+        assert (answer["code"], words in answer["message"]) == ("invalid-spec", True), answer
+
+    run(tmp_path, body)
+
+
 def test_output_comes_in_frames_and_the_end_is_the_last(tmp_path: Path) -> None:
     async def body(api: Api) -> None:
         stream = api.execs.stream = FakeStream(

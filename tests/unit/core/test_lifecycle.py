@@ -59,6 +59,7 @@ class FakeBackend:
 
     name = "container"
     needs: frozenset[str] = frozenset()
+    ids = 65536
 
     def __init__(self) -> None:
         self.children: dict[str, subprocess.Popen[bytes]] = {}
