@@ -281,7 +281,25 @@ static __always_inline int ipv6(struct __sk_buff *skb, const struct sandbox *box
 	return transport(skb, at, inbound, flow);
 }
 
-static const __u8 mld_routers[ETH_ALEN] = { 0x33, 0x33, 0, 0, 0, 0x16 };
+/* ff02::16 */
+static const __u8 report_readers[16] = { 0xff, 2, [15] = 0x16 };
+#define ICMPV6_GROUP_REPORT 143
+
+/* A report of multicast groups, which kernels send by themselves when a device comes up: RFC 3810, 5.2. Its only extension
+ * header is of eight bytes. */
+static __always_inline int group_report(struct __sk_buff *skb)
+{
+	struct ipv6hdr ip;
+	__u8 more[9]; /* that header, and the message's type */
+
+	if (bpf_skb_load_bytes(skb, ETH_HLEN, &ip, sizeof(ip)) || ip.version != 6 || ip.nexthdr != IPPROTO_HOPOPTS)
+		return 0;
+	if (!same(report_readers, (const __u8 *)&ip.daddr, 16))
+		return 0;
+	if (bpf_skb_load_bytes(skb, ETH_HLEN + sizeof(ip), more, sizeof(more)))
+		return 0;
+	return more[0] == IPPROTO_ICMPV6 && more[1] == 0 && more[8] == ICMPV6_GROUP_REPORT;
+}
 
 static __always_inline int parse(struct __sk_buff *skb, const struct sandbox *box, int inbound, struct flow *flow)
 {
@@ -291,8 +309,8 @@ static __always_inline int parse(struct __sk_buff *skb, const struct sandbox *bo
 		return REASON_FRAME;
 	if (eth.h_proto != bpf_htons(ETH_P_IP) && eth.h_proto != bpf_htons(ETH_P_IPV6))
 		return REASON_FRAME;
-	/* Reports of multicast groups, to ff02::16. */
-	if (!inbound && same(mld_routers, eth.h_dest, ETH_ALEN))
+	/* Nobody's attempt, in either direction: no kernel can be told not to. */
+	if (eth.h_proto == bpf_htons(ETH_P_IPV6) && group_report(skb))
 		return REASON_QUIET;
 	if (!inbound && (!same(box->mac, eth.h_source, ETH_ALEN) || !same(box->host_mac, eth.h_dest, ETH_ALEN)))
 		return REASON_SOURCE;
@@ -377,6 +395,8 @@ int to_sandbox(struct __sk_buff *skb)
 	reason = parse(skb, box, 1, &flow);
 	if (!reason && !flow.exempt)
 		reason = consult(box, device, &flow, 1, &named);
+	if (reason == REASON_QUIET)
+		return TC_ACT_SHOT;
 	if (reason) {
 		__sync_fetch_and_add(&count->denied_in, 1);
 		return TC_ACT_SHOT;

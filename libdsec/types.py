@@ -217,6 +217,7 @@ class Sandbox(OpenModel):
     off: tuple[str, ...] = Field((), description="default protections this host cannot give, see `dsecctl host`")
     apparmor_profile: str = Field("unconfined", description="what confines it, or did when it last ran")
     snapshot: str | None = Field(None, description="the snapshot whose memory it runs from, until it is stopped")
+    unpublished: str | None = Field(None, description="why its published ports lead nowhere at present, and what to do")
 
 
 class BatchItem(OpenModel):

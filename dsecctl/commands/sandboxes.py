@@ -50,6 +50,8 @@ def _row(box: t.Sandbox) -> tuple[str, ...]:
     labels = ",".join(f"{name}={value}" for name, value in sorted(box.spec.labels.items()))
     # As they are reached by default, and only as long as a glance takes.
     ports = ",".join(text.removeprefix("127.0.0.1:") for text in box.spec.publish)
+    if box.unpublished:
+        ports += " (not published: see inspect)"
     return box.id, box.state.value, output.ago(box.created_at), box.spec.backend, box.spec.image, ports, labels
 
 

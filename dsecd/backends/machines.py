@@ -110,8 +110,6 @@ def host_limits(limits: Limits, settings: MachineSettings) -> Limits:
 
 def check(spec: SandboxSpec) -> None:
     """Raise InvalidSpec for a machine that could not boot, FeatureMissing for what only containers have."""
-    if spec.publish:
-        raise errors.FeatureMissing("spec.publish: no port of a microVM can be reached yet", feature="microvm-forward")
     if spec.cpu_class == "batch":
         raise errors.FeatureMissing("spec.cpu_class: a microVM cannot be of class batch yet", feature="microvm-batch")
     if spec.apparmor is not None:

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 _LEVELS = {
     "sandbox.created": logging.DEBUG, "sandbox.deleting": logging.DEBUG, "network.refused": logging.DEBUG,
     "sandbox.failed": logging.WARNING, "sandbox.stuck": logging.WARNING, "sandbox.oom": logging.WARNING,
+    "sandbox.unpublished": logging.DEBUG,  # the log tells it with its reason
 }  # fmt: skip
 
 

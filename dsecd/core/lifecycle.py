@@ -53,8 +53,8 @@ class Lifecycle:
         self, store: Store, images: ImageStore, events: Events, tasks: Tasks, *, gone: Callable[[Live], None],
         deadline: Callable[[float, str], None], checkpoint: Checkpoint = no_checkpoint,
     ) -> None:
-        self.ports = Publishing(tasks)
         self._ledger = Ledger(store, events)
+        self.ports = Publishing(tasks, self._ledger)
         self._images = images
         self.watch = Watch(tasks, self._ended, self._ledger)
         self._gone = gone

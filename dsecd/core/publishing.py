@@ -22,6 +22,7 @@ import struct
 from collections import defaultdict
 from dataclasses import dataclass, replace
 
+from dsecd.core.ledger import Ledger
 from dsecd.core.live import Live
 from dsecd.core.tasks import Tasks
 from libdsec import errors
@@ -57,8 +58,9 @@ class _Door:
 class Publishing:
     """All published ports. For the event loop's thread."""
 
-    def __init__(self, tasks: Tasks) -> None:
+    def __init__(self, tasks: Tasks, ledger: Ledger) -> None:
         self._tasks = tasks
+        self._ledger = ledger
         self._doors: dict[str, list[_Door]] = {}
         self._connections: defaultdict[str, set[asyncio.StreamWriter]] = defaultdict(set)
 
@@ -81,11 +83,14 @@ class Publishing:
         live.record.spec = live.box.spec = live.record.spec.model_copy(update={"publish": chosen})
 
     def bind_again(self, live: Live) -> None:
-        """The same for one that an earlier daemon made; ports that somebody has taken meanwhile are tried again."""
+        """The same for one that an earlier daemon made; ports that somebody has taken meanwhile are tried again, and
+        the sandbox says so until it has them all."""
         try:
             self.bind(live)
         except errors.DsecError as error:
-            log.warning("sandbox=%s its ports are not published: %s; trying again and again", live.id, error)
+            live.record.unpublished = _why(error)
+            log.warning("sandbox=%s its ports are not published: %s", live.id, live.record.unpublished)
+            self._ledger.tell("sandbox.unpublished", live, error=live.record.unpublished)
             self._tasks.spawn(f"publish {live.id}", self._try_again(live))
 
     async def serve(self, live: Live) -> None:
@@ -108,10 +113,16 @@ class Publishing:
             self.close(sandbox_id)
 
     async def _try_again(self, live: Live) -> None:
-        while live.id not in self._doors and not live.gone:
+        while live.id not in self._doors:
             await asyncio.sleep(_RETRY_S)
-            with contextlib.suppress(errors.DsecError):
+            if live.gone or live.record.state is State.DELETING:
+                return
+            try:
                 self.bind(live)
+            except errors.DsecError as error:
+                live.record.unpublished = _why(error)
+        live.record.unpublished = None
+        self._ledger.tell("sandbox.published", live)
         await self.serve(live)
 
     async def _connected(
@@ -136,6 +147,13 @@ class Publishing:
         finally:
             connections.discard(writer)
             writer.close()
+
+
+def _why(error: errors.DsecError) -> str:
+    """What is wrong, what becomes of it, and what can be done."""
+    port = error.details.get("port")
+    todo = "" if port is None else f"; end what has the port (ss -ltnp 'sport = :{port}' names it)"
+    return f"{error.message}{todo}; all its ports are tried again every {_RETRY_S:.0f} s"
 
 
 def any_free(publish: tuple[str, ...]) -> tuple[str, ...]:

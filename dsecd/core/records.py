@@ -41,6 +41,7 @@ class Record:
     off: tuple[str, ...] = ()
     profile: str = ""
     snapshot: str = ""  # whose memory it runs from, until that run ends
+    unpublished: str | None = None  # this daemon's own trouble: in no database
 
     def to_wire(self) -> Sandbox:
         return Sandbox.model_construct(
@@ -48,6 +49,7 @@ class Record:
             owner_uid=self.owner_uid, created_at=datetime.fromtimestamp(self.created_at, UTC),
             started_at=_utc(self.started_at), expires_at=_utc(self.expires_at), off=self.off,
             apparmor_profile=self.profile or "unconfined", snapshot=self.snapshot or None,
+            unpublished=self.unpublished,
         )  # fmt: skip
 
 

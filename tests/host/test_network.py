@@ -124,6 +124,22 @@ def test_without_a_policy_there_is_no_device_and_the_host_is_left_alone(lab: Lab
         assert not (daemon.runtime_dir / "bpf").exists()
 
 
+def test_what_kernels_say_by_themselves_is_no_attempt(lab: Lab, daemon: Daemon, client: Client) -> None:
+    """Each end of the device reports its multicast groups, twice; none of it gets through."""
+    box = make(client, f"tcp:{NEAR4}:443")
+    device = client.network(box).device
+    files = (daemon.cgroup_dir / f"sandbox-{box}").rglob("cgroup.procs")
+    pid = next(pid for file in files for pid in file.read_text().split())
+
+    def sent(where: str | Path, name: str) -> int:
+        shown = lab.run(where, f"cat /proc/net/dev_snmp6/{name}")
+        return int(dict(line.split() for line in shown.splitlines())["Ip6OutMcastPkts"])
+
+    until(lambda: sent(f"/proc/{pid}/ns/net", "eth0") >= 2 and sent(lab.host, device) >= 2, 60)
+    state = client.network(box)
+    assert (state.denied, state.denied_inbound, state.sent_packets, state.received_packets) == (0, 0, 0, 0)
+
+
 def test_a_policy_changes_live_in_both_directions(lab: Lab, client: Client) -> None:
     box = make(client, f"tcp:{NEAR4}:443")
     targets = [f"tcp/{NEAR4}/443", f"tcp/{FAR4}/443"]

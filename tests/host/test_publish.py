@@ -7,20 +7,24 @@ import contextlib
 import os
 import socket
 import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from libdsec import Client
-from libdsec.errors import Conflict, FeatureMissing, InvalidSpec
+from libdsec.errors import Conflict, Denied, InvalidSpec
 from libdsec.ports import parse
 from libdsec.types import SandboxSpec, State
+from tests.support import machines
 from tests.support.daemon import Daemon
 from tests.support.imports import import_python
 
 IMAGE = "debian:python"
+#: An emulated guest, on a busy machine.
+_BOOTED_S = 240.0
 _CHECKOUT = Path(__file__).resolve().parents[2]
 #: Says its process's number, then what it hears.
 _SERVER = """
@@ -38,7 +42,7 @@ while True:
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[Daemon]:
-    with Daemon() as running:
+    with Daemon(config=machines.config_if_any()) as running:
         import_python(running, IMAGE)
         yield running
 
@@ -58,9 +62,8 @@ def make(client: Client, *publish: str) -> tuple[str, int]:
     return box.id, parse(client.inspect(box.id).spec.publish[0]).host_port
 
 
-def wait(condition: object) -> None:
-    assert callable(condition)
-    deadline = time.monotonic() + 20
+def wait(condition: Callable[[], object], limit_s: float = 60.0) -> None:
+    deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -91,6 +94,25 @@ def listening() -> set[int]:
     return {int(line[1].rpartition(":")[2], 16) for line in lines if line[3] == "0A"}
 
 
+def dsecctl(daemon: Daemon, *words: str) -> str:
+    command = [str(_CHECKOUT / "bin/dsecctl"), "--socket", str(daemon.socket), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def told(client: Client, kind: str) -> dict[str, str]:
+    """Subjects of the events of a kind, with what each says of an error."""
+    return {event.subject: event.details.get("error", "") for event in client.events().events if event.kind == kind}
+
+
+def _whole_stream(port: int) -> None:
+    data = os.urandom(3 << 20)
+    with socket.create_connection(("127.0.0.1", port), 60) as connection, connection.makefile("rb") as reading:
+        reading.readline()
+        for begin in range(0, len(data), 1 << 16):
+            connection.sendall(data[begin : begin + (1 << 16)])
+            assert reading.read(min(1 << 16, len(data) - begin)) == data[begin : begin + (1 << 16)]
+
+
 def test_a_published_port_leads_into_a_sandbox_without_a_network(daemon: Daemon, client: Client) -> None:
     box, port = make(client, "0:8000", "[::1]:0:8000")
     six = parse(client.inspect(box).spec.publish[1])
@@ -98,16 +120,8 @@ def test_a_published_port_leads_into_a_sandbox_without_a_network(daemon: Daemon,
     assert client.network(box).addresses == ()
     # On loopback alone: the machine's other addresses are nobody's business.
     assert ask(port, address="127.0.0.2") == "refused"
-    data = os.urandom(3 << 20)
-    with socket.create_connection(("127.0.0.1", port), 20) as connection, connection.makefile("rb") as reading:
-        reading.readline()
-        for begin in range(0, len(data), 1 << 16):
-            connection.sendall(data[begin : begin + (1 << 16)])
-            assert reading.read(min(1 << 16, len(data) - begin)) == data[begin : begin + (1 << 16)]
-    shown = subprocess.run(
-        [_CHECKOUT / "bin/dsecctl", "--socket", daemon.socket, "ps"], capture_output=True, text=True, check=True
-    ).stdout
-    assert f"{port}:8000,[::1]:{six.host_port}:8000" in shown
+    _whole_stream(port)
+    assert f"{port}:8000,[::1]:{six.host_port}:8000" in dsecctl(daemon, "ps")
 
 
 def test_it_is_taken_at_creation_or_creation_fails_and_is_free_after_the_end(client: Client) -> None:
@@ -152,8 +166,19 @@ def test_the_next_daemon_has_the_same_ports_at_once_and_waits_for_one_that_was_t
         with socket.create_server(("127.0.0.1", other)):
             daemon.start()
             assert ask(port) == "echoed"
-            assert client.inspect(two).state is State.RUNNING
+            found = client.inspect(two)
+            assert found.state is State.RUNNING
+            assert found.unpublished is not None
+            assert f"publish '127.0.0.1:{other}:8000' of '{two}': somebody listens" in found.unpublished
+            assert f"ss -ltnp 'sport = :{other}'" in found.unpublished
+            assert client.inspect(one).unpublished is None
+            assert [line.split()[0] for line in dsecctl(daemon, "ps").splitlines() if "not published" in line] == [two]
+            assert told(client, "sandbox.unpublished") == {two: found.unpublished}
+            assert told(client, "sandbox.published") == {}
         wait(lambda: ask(other) == "echoed")
+        assert client.inspect(two).unpublished is None
+        assert "not published" not in dsecctl(daemon, "ps")
+        wait(lambda: set(told(client, "sandbox.published")) == {two})
         daemon.stop()
         daemon.start()
         assert (ask(port), ask(other)) == ("echoed", "echoed")
@@ -165,6 +190,62 @@ def test_the_next_daemon_has_the_same_ports_at_once_and_waits_for_one_that_was_t
 def test_what_cannot_be_published_is_refused_by_name(client: Client) -> None:
     with pytest.raises(InvalidSpec, match=r"port 1 '0.0.0.0:1:2': '0.0.0.0' is not .* of the loopback.*only tcp"):
         client.create(SandboxSpec.model_construct(image=IMAGE, publish=("0.0.0.0:1:2", "1:1/udp")))
-    with pytest.raises(FeatureMissing, match="microVM"):
-        client.create(SandboxSpec(image=IMAGE, publish=("0:80",), backend="microvm"))
     assert client.list_all() == ()
+
+
+@pytest.mark.timeout(600)
+def test_a_published_port_leads_into_a_microvm_through_pause_stop_and_another_daemon(daemon: Daemon) -> None:
+    machines.guest_kernel()  # or skip
+    with daemon.client() as client:
+        before = listening()
+        spec = SandboxSpec(image=IMAGE, backend="microvm", publish=("0:8000",), command=("python3", "-c", _SERVER))
+        box = client.create(spec)
+        port = parse(box.spec.publish[0]).host_port
+        wait(lambda: ask(port) == "echoed", _BOOTED_S)
+        assert listening() - before == {port}
+        _whole_stream(port)
+        client.pause(box.id)
+        assert ask(port, timeout_s=1.0) == "silence"
+        with socket.create_connection(("127.0.0.1", port), 60) as waiting:
+            client.resume(box.id)
+            assert waiting.recv(100).endswith(b"\n")
+        daemon.kill()
+        assert ask(port) == "refused"
+        daemon.start()
+        assert ask(port, timeout_s=60) == "echoed"
+        client.stop(box.id, grace_s=0)
+        assert ask(port) == "reset"
+        client.start(box.id)
+        wait(lambda: ask(port) == "echoed", _BOOTED_S)
+        client.delete(box.id)
+        assert listening() == before
+
+
+def test_ports_below_1024_are_roots(daemon: Daemon, client: Client) -> None:
+    """Whoever else may use the daemon may not take one by it; the same request of root's gets it."""
+    port = next(number for number in range(1023, 0, -1) if number not in listening())
+    daemon.socket.chmod(0o666)
+    script = (
+        "import sys\nfrom libdsec import Client\nfrom libdsec.errors import DsecError\n"
+        "from libdsec.types import SandboxSpec\n"
+        "with Client(socket=sys.argv[1]) as client:\n"
+        " for publish in sys.argv[2:]:\n"
+        "  try: print(client.create(SandboxSpec(image='" + IMAGE + "', publish=(publish,))).spec.publish[0])\n"
+        "  except DsecError as error: print(error.code, error, error.hint, sep='|')\n"
+    )
+    free = 1024
+    while free in listening():
+        free += 1
+    done = subprocess.run(
+        ["setpriv", "--reuid=65534", "--clear-groups", "--", sys.executable, "-c", script, daemon.socket,
+         f"{port}:8000", f"{free}:8000"],
+        capture_output=True, text=True, check=False, cwd=_CHECKOUT,
+    )  # fmt: skip
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2, done.stderr
+    assert lines[0].startswith(f"{Denied.code}|publish '127.0.0.1:{port}:8000' of ")
+    assert lines[0].endswith("ports below 1024 are root's|choose a higher host port")
+    assert lines[1] == f"127.0.0.1:{free}:8000"
+    assert port not in listening()
+    make(client, f"{port}:8000")
+    assert port in listening() and ask(port) == "echoed"

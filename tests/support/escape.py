@@ -313,6 +313,13 @@ def frames() -> dict[str, Callable[[], Any]]:
             0x0800, ip4(ALLOWED4, UDP, udp(OPEN)), source=b"\x06ds\0\x01\x02"
         ),
         "frame to all": lambda: frame(0x0800, ip4(ALLOWED4, UDP, udp(OPEN)), target=b"\xff" * 6),
+        "datagram to the readers of group reports": lambda: frame(
+            0x86DD, ip6("ff02::16", UDP, udp(OPEN)), target=bytes.fromhex("333300000016")
+        ),
+        "datagram with a group report's header": lambda: frame(
+            0x86DD, ip6("ff02::16", 0, bytes((UDP, 0, 5, 2, 0, 0, 1, 0)) + udp(OPEN)),
+            target=bytes.fromhex("333300000016"),
+        ),
         "mpls": lambda: frame(0x8847, struct.pack("!I", 0x140) + ip4(ALLOWED4, UDP, udp(OPEN))),
         "pppoe": lambda: frame(0x8864, b"\x11\0\0\1\0\x60\0\x21" + ip4(ALLOWED4, UDP, udp(OPEN))),
         "lldp": lambda: frame(0x88CC, BODY, target=bytes.fromhex("0180c200000e")),

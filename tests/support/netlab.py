@@ -27,14 +27,20 @@ _BEHIND = (FAR4, PRIVATE4, METADATA4, FAR6, PRIVATE6, METADATA6)
 class Lab:
     """``host`` is where the daemon runs, ``world`` where the servers are; both are paths of network namespaces."""
 
+    def __init__(self, host: Path | None = None) -> None:
+        """``host``: the network namespace of a machine that has no network yet, instead of one made for the test."""
+        self._own_host = host
+
     def __enter__(self) -> Self:
         self._place = tempfile.TemporaryDirectory(prefix="dsec-netlab-")
         self.log = Path(self._place.name) / "packets"
-        self._holders = [subprocess.Popen(["unshare", "--net", "sleep", "infinity"]) for _ in range(2)]
-        self.host, self.world = (Path(f"/proc/{holder.pid}/ns/net") for holder in self._holders)
+        count = 2 if self._own_host is None else 1
+        self._holders = [subprocess.Popen(["unshare", "--net", "sleep", "infinity"]) for _ in range(count)]
+        made = [Path(f"/proc/{holder.pid}/ns/net") for holder in self._holders]
         own = Path("/proc/self/ns/net").stat().st_ino
-        while any(path.stat().st_ino == own for path in (self.host, self.world)):
+        while any(path.stat().st_ino == own for path in made):
             time.sleep(0.01)
+        self.host, self.world = self._own_host or made[0], made[-1]
         self._connect()
         self._peers = subprocess.Popen(
             ["nsenter", f"--net={self.world}", sys.executable, _PEERS, self.log, ",".join((NEAR4, NEAR6, *_BEHIND)),
@@ -55,9 +61,9 @@ class Lab:
         self._place.cleanup()
 
     def _connect(self) -> None:
-        host, world = (f"/proc/{holder.pid}/ns/net" for holder in self._holders)
+        host, world = self.host, self.world
         up = "ip link set lo up"
-        self.run(host, f"{up}; ip link add uplink type veth peer name world netns {self._holders[1].pid}")
+        self.run(host, f"{up}; ip link add uplink type veth peer name world netns {self._holders[-1].pid}")
         self.run(host, f"ip addr add {HOST4}/24 dev uplink; ip addr add {HOST6}/64 dev uplink nodad")
         self.run(host, "ip link set uplink up")
         addresses = "".join(f"ip addr add {address} dev lo; " for address in _BEHIND)

@@ -3,7 +3,8 @@
 """Runs inside a sandbox: tries to reach each ``PROTOCOL/ADDRESS/PORT`` given, all at once, and prints what came of it.
 
 A line for each: the target and the address that the other side saw, or the name of the error. ``icmp`` needs a port of
-0. ``stream/ADDRESS/PORT`` sends a line every 50 ms for ever and prints a line for each answer, until one is 2 s late.
+0. ``stream/ADDRESS/PORT`` sends a line every 50 ms for ever and prints a line for each answer, until one is 2 s late,
+or as many as REACH_STREAM_S says.
 """
 
 import errno
@@ -55,7 +56,7 @@ def icmp(address: str, _port: int) -> str:
 
 def stream(address: str, port: int) -> str:
     with socket.create_connection((address, port), TIMEOUT_S) as connection:
-        connection.settimeout(2)
+        connection.settimeout(float(os.environ.get("REACH_STREAM_S", "2")))
         connection.recv(100)
         for number in range(10_000):
             connection.sendall(f"{number}\n".encode())
