@@ -31,6 +31,7 @@
 
 static char line[LINE_BYTES]; /* the kernel's command line */
 static bool kept_resolv_conf;
+static int disk_fd = -1;
 
 _Noreturn void guest_end(void)
 {
@@ -38,6 +39,11 @@ _Noreturn void guest_end(void)
     (void)reboot(RB_AUTOBOOT); /* monitors are told to end instead */
     for (;;)
         pause();
+}
+
+int guest_disk(void)
+{
+    return disk_fd;
 }
 
 /* Whatever is missing, there is no sandbox without it: the console's last line tells the daemon. */
@@ -189,6 +195,7 @@ static void mount_tree(void)
     mount_layers(lower);
     await_device("/dev/vda");
     mount_at("/dev/vda", "/disk", "ext4", MS_NODEV | MS_NOATIME, "discard");
+    disk_fd = open("/disk", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     make_dir("/disk/upper");
     make_dir("/disk/work");
     struct stat found;

@@ -7,6 +7,8 @@
 int guest_enter(void);
 /* Begins to listen where the command line says: a virtio-serial port or vsock. 0 or -1 with errno. */
 int guest_listen(void);
+/* The file system of what is written, from within the tree: a descriptor, -1 where there is none. */
+int guest_disk(void);
 /* Ends the machine. */
 _Noreturn void guest_end(void);
 

@@ -2,12 +2,14 @@
 #include "machine.h"
 
 #include "cgroup.h"
+#include "guest.h"
 #include "net.h"
 #include "spawn.h"
 
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <linux/fs.h>
 #include <linux/random.h>
 #include <net/if.h>
 #include <stdio.h>
@@ -15,6 +17,7 @@
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/random.h>
+#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -23,6 +26,9 @@
 
 #define CHECK_MS 2
 #define FREEZE_MS 8000
+#define SETTLE_MS 20000
+#define FREEZE_STOP 1u
+#define FREEZE_SETTLE 2u
 
 static bool refused(struct conn *conn, uint32_t channel)
 {
@@ -37,13 +43,44 @@ static void reply_failed(struct conn *conn, uint32_t channel, int err)
     reply_error(conn, channel, "io-error", err, strerror(err));
 }
 
-/* A FREEZE that is answered when all commands stand still, or run. */
+/* A FREEZE that is answered when all commands stand still, or run; and, if asked for, the disk is as they left it. */
 struct freeze {
     struct channel channel;
     struct timer timer;
-    bool wanted;
+    bool wanted, settle;
+    int settling; /* its other end closes when the disk has settled; -1 before and without */
     uint64_t deadline_ms;
 };
+
+/*
+ * What was written goes to the disk, and what was deleted is given back, so that a copy of the disk holds the former
+ * and not the latter. It may take long, so a child does it; the reaper finds it like any orphan. fstrim(8)
+ */
+static int settle_disk(void)
+{
+    int ends[2];
+    if (guest_disk() < 0 || pipe2(ends, O_CLOEXEC | O_NONBLOCK) < 0)
+        return -1;
+    pid_t child = fork();
+    if (child == 0) {
+        struct fstrim_range all = {.len = UINT64_MAX};
+        (void)syncfs(guest_disk());
+        (void)syscall(SYS_ioctl, guest_disk(), FITRIM, &all); /* which musl's ioctl() takes for no int */
+        _exit(0);
+    }
+    close(ends[1]);
+    if (child > 0)
+        return ends[0];
+    close(ends[0]);
+    return -1;
+}
+
+static void freeze_free(struct freeze *z)
+{
+    if (z->settling >= 0)
+        close(z->settling);
+    free(z);
+}
 
 static bool freeze_pull(struct channel *c)
 {
@@ -63,7 +100,7 @@ static void freeze_lost(struct channel *c, bool by_host)
     (void)by_host;
     struct freeze *z = container_of(c, struct freeze, channel);
     timer_stop(&z->timer);
-    free(z);
+    freeze_free(z);
 }
 
 static const struct channel_ops freeze_ops = {freeze_pull, freeze_frame, freeze_lost};
@@ -72,14 +109,21 @@ static void freeze_check(struct timer *t)
 {
     struct freeze *z = container_of(t, struct freeze, timer);
     bool reached = cgroup_is_frozen() == z->wanted;
-    if (!reached && now_ms() < z->deadline_ms) {
+    if (reached && z->settle) {
+        z->settle = false;
+        z->settling = settle_disk();
+        z->deadline_ms = now_ms() + SETTLE_MS;
+    }
+    char none;
+    bool settled = z->settling < 0 || read(z->settling, &none, 1) == 0;
+    if ((!reached || !settled) && now_ms() < z->deadline_ms) {
         timer_set(t, CHECK_MS, freeze_check);
         return;
     }
     struct conn *conn = z->channel.conn;
     uint32_t number = z->channel.number;
     channel_close(&z->channel);
-    free(z);
+    freeze_free(z);
     if (reached)
         reply_ok(conn, number);
     else
@@ -90,7 +134,8 @@ void machine_freeze(struct conn *conn, uint32_t channel, const struct request *r
 {
     if (refused(conn, channel))
         return;
-    bool wanted = request_num(r, F_FLAGS, 0) & 1;
+    uint64_t flags = request_num(r, F_FLAGS, 0);
+    bool wanted = flags & FREEZE_STOP;
     if (cgroup_freeze(wanted) < 0) {
         reply_failed(conn, channel, errno);
         return;
@@ -102,6 +147,8 @@ void machine_freeze(struct conn *conn, uint32_t channel, const struct request *r
         return;
     }
     z->wanted = wanted;
+    z->settle = wanted && (flags & FREEZE_SETTLE);
+    z->settling = -1;
     z->deadline_ms = now_ms() + FREEZE_MS;
     freeze_check(&z->timer);
 }

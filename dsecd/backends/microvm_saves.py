@@ -129,11 +129,12 @@ class MicrovmSaves:
 @contextlib.asynccontextmanager
 async def _still(steps: MicrovmSteps, box: Box, doing: str, *, paused: bool) -> AsyncIterator[None]:
     """A machine that does not move. Commands stop first, so that a copy is told who it is before any of them goes on;
-    those of a box that is ``paused`` stand already, and still do afterwards."""
+    those of a box that is ``paused`` stand already, and still do afterwards. Then its disk settles: what was deleted is
+    not to be copied with it."""
     link, place = box.link, steps.place(box)
     if link is None:
         raise errors.SandboxLost(f"{doing} '{box.id}': its agent does not answer", retryable=True)
-    await link.machine.freeze(frozen=True)
+    await link.machine.freeze(frozen=True, settle=True)
     try:
         await steps.driver.pause(place)
         try:

@@ -124,6 +124,27 @@ def test_clones_begin_as_what_was_saved_and_hold_it(daemon: Daemon, client: Clie
     client.delete("one")
 
 
+def holds(path: Path, what: bytes) -> bool:
+    """Whether a file of a disk holds these bytes, which fill whole blocks of it."""
+    with path.open("rb") as file:
+        return any(what in chunk for chunk in iter(lambda: file.read(1 << 20), b""))
+
+
+def test_what_was_deleted_is_not_saved_and_what_was_just_written_is(daemon: Daemon, client: Client) -> None:
+    deleted, late = (os.urandom(16).hex() for _ in range(2))
+    live, saved = daemon.state_dir / "vms/source/disk", daemon.state_dir / "snapshots/lean/disk"
+    before = live.stat().st_blocks  # of 512 bytes each
+    sh(client, "source", f"yes {deleted} | head -c 48M > /root/deleted; sync")
+    assert live.stat().st_blocks - before > 90_000
+    assert holds(live, deleted.encode())
+    sh(client, "source", f"rm /root/deleted; yes {late} | head -c 1M > /root/late")
+    client.snapshot_create("source", "lean")
+    assert [path for path in (live, saved) if path.stat().st_blocks - before > 20_000] == []
+    assert [holds(saved, mark.encode()) for mark in (deleted, late)] == [False, True]
+    client.snapshot_remove("lean")
+    sh(client, "source", "rm /root/late")
+
+
 def test_one_of_a_clone_and_of_one_that_is_paused(daemon: Daemon, client: Client) -> None:
     client.pause("source")
     client.snapshot_create("source", "still")

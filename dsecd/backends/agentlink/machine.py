@@ -11,6 +11,7 @@ from dsecd.backends.agentlink.frames import Tag, Type, raw, u64
 from dsecd.backends.agentlink.tunnel import Tunnel
 
 _ENTROPY_BYTES = 64
+_SETTLE = 2
 
 
 class MachineRequests:
@@ -19,9 +20,11 @@ class MachineRequests:
     def __init__(self, conn: Connection) -> None:
         self._conn = conn
 
-    async def freeze(self, *, frozen: bool) -> None:
-        """Stops all commands, or lets them go on; returns when all of them do."""
-        await request(self._conn, Type.FREEZE, u64(Tag.FLAGS, int(frozen)))
+    async def freeze(self, *, frozen: bool, settle: bool = False) -> None:
+        """Stops all commands, or lets them go on; returns when all of them do. ``settle``: and when what they wrote is
+        on the disk, and what they deleted is not."""
+        flags = int(frozen) | (_SETTLE if frozen and settle else 0)
+        await request(self._conn, Type.FREEZE, u64(Tag.FLAGS, flags))
 
     async def renew(self, hostname: str) -> None:
         """Makes a copy of a machine one of its own: new random numbers, the time, a host name, a machine id."""
