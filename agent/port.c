@@ -3,7 +3,9 @@
 
 #include "buf.h"
 #include "conn.h"
+#include "fields.h"
 #include "loop.h"
+#include "proto.h"
 
 #include <dirent.h>
 #include <errno.h>
@@ -38,6 +40,8 @@ static struct timer hold, gone;
 static bool let_through; /* what looked like a prelude's beginning was none */
 static uint8_t key[KEY_BYTES];
 static bool have_key;
+static uint8_t frame_size[4]; /* of the frame that is on its way to the host */
+static size_t frame_at;       /* how much of it has come; 0 between frames */
 
 static void pump(void);
 
@@ -69,6 +73,7 @@ static void begin(const uint8_t *prelude)
     int pair[2];
     end_inner();
     timer_stop(&gone);
+    frame_at = 0;
     memcpy(key, prelude + MAGIC_BYTES, KEY_BYTES);
     have_key = true;
     if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, pair) < 0)
@@ -109,8 +114,8 @@ static bool deliver(size_t n)
         return true;
     }
     ssize_t sent = send(inner.fd, buf_head(&inbound), n, MSG_NOSIGNAL | MSG_DONTWAIT);
-    if (sent < 0 && errno != EAGAIN && errno != EINTR) {
-        end_inner(); /* conn.c gave it up; the host sees that when its next prelude is answered */
+    if (sent < 0 && errno != EAGAIN && errno != EINTR) { /* conn.c gave it up: its last words are still to come */
+        buf_take(&inbound, n);
         return true;
     }
     if (sent > 0)
@@ -170,6 +175,43 @@ static bool drain_outbound(void)
     return true;
 }
 
+/* Where in a frame the host is with what goes to it. */
+static void follow(const uint8_t *p, size_t n)
+{
+    while (n > 0) {
+        if (frame_at < sizeof(frame_size)) {
+            frame_size[frame_at++] = *p++;
+            n--;
+            continue;
+        }
+        size_t whole = FRAME_HEADER + load_u32(frame_size), take = whole - frame_at;
+        take = take < n ? take : n;
+        p += take;
+        n -= take;
+        frame_at = frame_at + take == whole ? 0 : frame_at + take;
+    }
+}
+
+static bool fill_outbound(bool *ended)
+{
+    size_t before = outbound.len;
+    bool more = fill(inner.fd, &outbound, ended);
+    follow(buf_head(&outbound) + before, outbound.len - before);
+    return more;
+}
+
+/*
+ * conn.c gave the connection up, which nothing but a frame can tell the host. In the middle of another one there is no
+ * place for it: then the host finds out by asking.
+ */
+static void tell_end(void)
+{
+    watch_close(&inner);
+    if (frame_at == 0)
+        put_error(&outbound, 0, "ended", 0, "the agent gave the connection up");
+    (void)drain_outbound();
+}
+
 static void pump(void)
 {
     bool ended = false, room = sort_inbound();
@@ -186,13 +228,15 @@ static void pump(void)
         timer_set(&gone, GONE_MS, gone_ends);
     ended = false;
     bool flowing = drain_outbound();
-    while (inner.fd >= 0 && flowing && fill(inner.fd, &outbound, &ended))
+    while (inner.fd >= 0 && flowing && fill_outbound(&ended))
         flowing = drain_outbound();
     if (ended)
-        watch_close(&inner);
-    if (inner.fd >= 0)
-        watch_set(&inner, (outbound.len + READ_BYTES > QUEUE_BYTES || !flowing ? 0u : (uint32_t)EPOLLIN) |
-                              (room ? 0u : (uint32_t)EPOLLOUT));
+        tell_end();
+    if (inner.fd < 0)
+        return;
+    uint32_t in = outbound.len + READ_BYTES > QUEUE_BYTES || !flowing ? 0u : (uint32_t)EPOLLIN;
+    uint32_t out = room ? 0u : (uint32_t)EPOLLOUT;
+    watch_set(&inner, (in | out) ? (in | out) : WATCH_PAUSED);
 }
 
 static void port_ready(struct watch *w, uint32_t events)

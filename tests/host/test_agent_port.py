@@ -18,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from dsecd.backends.agentlink import AgentLink, StartRequest, connect_socket
+from dsecd.backends.agentlink import AgentLink, LinkLost, StartRequest, connect_socket
+from dsecd.backends.agentlink.pulse import INTERVAL_S
 from dsecd.vmm import port
 from tests.support.agent_process import BUILDS, CHECKOUT, build
 
@@ -116,6 +117,26 @@ def test_a_new_connection_reaches_the_agent_whatever_the_last_left(serial: Port)
             await asyncio.wait_for(link.ping(_TRY_S), _TRY_S)
             await link.close()
         assert serial.descriptors() <= before + 1  # a command that still writes
+
+    asyncio.run(main())
+
+
+def test_a_connection_that_the_agent_gives_up_is_told_at_once(serial: Port) -> None:
+    """Asking whether it lives takes longer than the test waits, and nobody asks while nobody waits for the agent."""
+
+    async def main() -> None:
+        for _ in range(5):
+            lost: asyncio.Future[LinkLost] = asyncio.get_running_loop().create_future()
+            sock = await serial.dial()
+            link = await connect_socket(sock, generation=1, timeout_s=_TRY_S, on_lost=lost.set_result)
+            await asyncio.wait_for(link.ping(_TRY_S), _TRY_S)
+            await serial.write(b"\xff" * 12)  # no frame
+            assert "the agent closed the connection: ended" in str(await asyncio.wait_for(lost, INTERVAL_S - 5))
+            with pytest.raises(LinkLost):
+                await link.ping(_TRY_S)
+        link = await serial.link()
+        await asyncio.wait_for(link.ping(_TRY_S), _TRY_S)
+        await link.close()
 
     asyncio.run(main())
 
