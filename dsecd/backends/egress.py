@@ -28,6 +28,7 @@ from dsecd.backends.openings import KEY_BYTES as OPENED_KEY_BYTES
 from dsecd.backends.openings import VALUE_BYTES as OPENED_VALUE_BYTES
 from dsecd.backends.openings import Openings
 from dsecd.linux import bpf
+from libdsec import errors
 
 _SANDBOX = struct.Struct("=15sB4s16s6s6sQ")
 _TOTALS = struct.Struct("=6Q8x")
@@ -42,6 +43,14 @@ REASONS = {
 _PROTOCOLS = {1: "icmp", 6: "tcp", 17: "udp"}
 # include/uapi/linux/bpf.h, enum bpf_attach_type
 _HOOKS = {"connect4": 10, "connect6": 11, "sendmsg4": 14, "sendmsg6": 15}
+
+_PROGRAMS = ("from_sandbox", "to_sandbox", *_HOOKS)
+#: Sizes of keys and values; the ring's are nobody's business.
+_MAPS: dict[str, tuple[int, int] | None] = {
+    "policies": (KEY_BYTES, VALUE_BYTES), "sandboxes": (4, _SANDBOX.size), "counters": (4, _COUNTER_BYTES),
+    "namespaces": (8, 4), "told": (4, _COUNT.size), "opened": (OPENED_KEY_BYTES, OPENED_VALUE_BYTES),
+    "refusals": None,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -100,15 +109,16 @@ class Egress:
     """The programs. Methods block for microseconds, making it for some hundred milliseconds; any thread may call."""
 
     def __init__(self, pins: Path, program: Path, cgroup: Path) -> None:
-        """Load and pin, or find pinned. Raises OSError."""
+        """Load and pin, or find pinned. Raises OSError; FeatureMissing for programs of another build than this code."""
         bpf.mount_fs(pins)
         digest = hashlib.sha256(program.read_bytes()).hexdigest()[:16]
         self._place = pins / digest
         if not self._place.exists():
             self._load(program)
-        opened = self._map("opened", OPENED_KEY_BYTES, OPENED_VALUE_BYTES)
-        self._counters = self._map("counters", 4, _COUNTER_BYTES)
-        self._told = self._map("told", 4, 8)
+        self._require_all(program)
+        opened = self._map("opened")
+        self._counters = self._map("counters")
+        self._told = self._map("told")
         for other in pins.iterdir():
             if other.is_dir() and other.name not in (digest, "links"):
                 for name, into in (("opened", opened), ("counters", self._counters), ("told", self._told)):
@@ -116,9 +126,9 @@ class Egress:
                 shutil.rmtree(other)
         self.from_sandbox = bpf.get(self._place / "from_sandbox")
         self.to_sandbox = bpf.get(self._place / "to_sandbox")
-        self._policies = self._map("policies", KEY_BYTES, VALUE_BYTES)
-        self._sandboxes = self._map("sandboxes", 4, _SANDBOX.size)
-        self._namespaces = self._map("namespaces", 8, 4)
+        self._policies = self._map("policies")
+        self._sandboxes = self._map("sandboxes")
+        self._namespaces = self._map("namespaces")
         self._opened = opened
         #: Tells of devices to which something was refused.
         self.ring = bpf.Ring(bpf.get(self._place / "refusals"))
@@ -147,8 +157,31 @@ class Egress:
             loaded.close()
         partial.rename(self._place)
 
-    def _map(self, name: str, key_bytes: int, value_bytes: int) -> bpf.Map:
-        return bpf.Map(bpf.get(self._place / name), key_bytes, value_bytes)
+    def _require_all(self, program: Path) -> None:
+        """What is pinned has to have every program and map that this code uses, and no entries too long for it."""
+        faults = [f"it has no '{name}'" for name in _PROGRAMS if not (self._place / name).exists()]
+        for name, sizes in _MAPS.items():
+            try:
+                fd = bpf.get(self._place / name)
+            except FileNotFoundError:
+                faults.append(f"it has no '{name}'")
+                continue
+            key_bytes, value_bytes = bpf.sizes(fd)
+            if sizes and (key_bytes != sizes[0] or value_bytes > sizes[1]):
+                faults.append(f"its '{name}' has another form")
+            os.close(fd)
+        if faults:
+            # Nothing is attached to it yet: the next program that is found here is looked at anew.
+            shutil.rmtree(self._place)
+            raise errors.FeatureMissing(
+                f"network: '{program}' is of another build than this daemon: {'; '.join(faults)}",
+                hint="reinstall the package dsecd and restart the daemon; in a checkout: make agent", feature="egress",
+            )  # fmt: skip
+
+    def _map(self, name: str) -> bpf.Map:
+        sizes = _MAPS[name]
+        assert sizes is not None
+        return bpf.Map(bpf.get(self._place / name), *sizes)
 
     def _attach_hooks(self, links: Path, cgroup: Path) -> None:
         """Errors at once for whoever is in the cgroup of all sandboxes. It stays attached, like all that is pinned."""

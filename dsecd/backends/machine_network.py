@@ -115,11 +115,10 @@ class MachineNetwork:
 
     def _settle(self, box: Box) -> None:
         """Blocks. Runs in a thread."""
-        egress, lease = self._network.prepared(), self._network.lease(box)
         with Netlink() as host:
             if host.link(OTHER_NAME + box.id) is not None:
                 self._put_in_force(box, box.spec.network)
-                watch(host, egress, lease)
+                watch(host, self._network.prepared(), self._network.lease(box))
 
     async def change(self, box: Box, policy: Policy) -> None:
         """Put another policy in force, at once and as a whole. Raises FeatureMissing for a machine without a device."""

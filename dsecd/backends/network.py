@@ -15,6 +15,7 @@ A host where no sandbox ever had a network is left as it is.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import socket
@@ -139,10 +140,14 @@ class Network:
     def settle(self, box: Box, pid: int) -> None:
         """Bring what an earlier daemon attached in line with the box. Runs in one of mountns.FreshThreads."""
         policy = box.spec.network
-        egress, lease = self.prepared(), self.lease(box)
         with Netlink() as host:
             link = host.link(OTHER_NAME + box.id)
-            if link is None or policy == "none":
+            if policy == "none":
+                if link is not None:
+                    self.detach(box)
+                return
+            egress, lease = self.prepared(), self.lease(box)
+            if link is None:
                 self.change(box, pid, policy)
                 return
             if egress.entry(lease.index) is None:
@@ -176,7 +181,9 @@ class Network:
             else:
                 return
             host.delete_link(index)
-        self.prepared().remove(index)
+        # Without programs it has no entries that count for anything: the next daemon that has them sweeps up.
+        with contextlib.suppress(errors.FeatureMissing):
+            self.prepared().remove(index)
 
     def state(self, box: Box) -> NetworkState:
         """What it may reach, and what came of its tries."""

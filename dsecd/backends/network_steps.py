@@ -68,7 +68,7 @@ class NetworkSteps:
             self._network.judge_names_by(box, policy)
             try:
                 await in_thread(self._network.change, box, box.process.pid, policy, executor=self._threads)
-            except OSError:
+            except (OSError, errors.FeatureMissing):
                 self._network.judge_names_by(box, box.spec.network)
                 raise
             await self._network.follow(box, policy)

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from libdsec import Client
-from libdsec.errors import ConnectionFailed, DsecError, InvalidSpec, NotFound
-from libdsec.types import ExecRequest, NetworkState, SandboxSpec
+from libdsec.errors import ConnectionFailed, DsecError, FeatureMissing, InvalidSpec, NotFound
+from libdsec.types import ExecRequest, NetworkState, SandboxSpec, State
 from tests.support.daemon import Daemon
 from tests.support.imports import import_python
 from tests.support.netlab import FAR4, FAR6, HOST4, HOST6, METADATA4, NEAR4, NEAR6, PRIVATE4, PRIVATE6, Lab
@@ -274,12 +274,14 @@ def _another_build(daemon: Daemon, *options: str) -> Iterator[None]:
     )  # fmt: skip
     assert other.read_bytes() != built.read_bytes()
     # The mount namespace is that of all daemons of its directory.
-    inside = ["nsenter", f"--mount=/proc/{daemon.pid}/ns/mnt", "--"]
-    subprocess.run([*inside, "mount", "--bind", other, built], check=True)
+    def inside(*command: str | Path) -> None:
+        subprocess.run(["nsenter", f"--mount=/proc/{daemon.pid}/ns/mnt", "--", *command], check=True)
+
+    inside("mount", "--bind", other, built)
     try:
         yield
     finally:
-        subprocess.run([*inside, "umount", built], check=True)
+        inside("umount", built)
 
 
 def _programs(lab: Lab, device: str) -> list[str]:
@@ -321,6 +323,31 @@ def test_programs_of_another_build_are_exchanged_and_nothing_is_open_meanwhile(
         assert (after.denied > before.denied) or not kept
         forbidden = (f" {FAR4} 80 ", f" {NEAR4} 443 ")
         assert not [line for line in lab.packets()[seen:] if any(text in line for text in forbidden)]
+
+
+def test_programs_that_lack_what_the_daemon_needs_are_refused_by_name(daemon: Daemon) -> None:
+    """As an object file does that an older checkout built. Whoever has no network is none the worse for it."""
+    with daemon.client() as client:
+        box = make(client, f"tcp:{NEAR4}:443")
+        without = client.create(SandboxSpec(image=IMAGE)).id
+    denied = {f"tcp/{FAR4}/443": "EPERM", f"tcp/{NEAR4}/443": HOST4}
+    with _another_build(daemon, "-Dtold=told_otherwise"):
+        daemon.restart()
+        with daemon.client() as client:
+            with pytest.raises(FeatureMissing, match="egress.bpf.o' is of another build .*no 'told'") as refused:
+                make(client, f"tcp:{NEAR4}:443")
+            assert refused.value.hint is not None and "make agent" in refused.value.hint
+            client.create(SandboxSpec(image=IMAGE))
+            assert client.inspect(without).state is State.RUNNING
+            # Nobody could tell what it may reach from here on.
+            ended = client.wait(box, [State.FAILED], wait_s=60)
+            assert "egress.bpf.o' is of another build" in (ended.reason or "")
+    daemon.restart()
+    with daemon.client() as client:
+        client.start(box)
+        assert reach(client, box, *denied) == denied
+        for found in client.list_all():
+            client.delete(found.id)
 
 
 def _grown(client: Client, box: str, end: int) -> bool:
