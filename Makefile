@@ -10,7 +10,7 @@ PYTEST = python3 -m pytest --junit-xml="$$DSEC_DEV_CACHES/junit.xml"
 SHOW_KERNELS = DSEC_DEV_BIND="$${DSEC_DEV_BIND:-$(wildcard $(abspath $(CURDIR)/../shared/kernels))}"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-unit test-host test-vm lint bench bench-cpu bench-many bench-memory bench-microvm bench-soak agent agent-check deb kernel guest-kernel-deb clean inside-test
+.PHONY: help demo test test-unit test-host test-vm lint bench bench-cpu bench-many bench-memory bench-microvm bench-soak bench-trees agent agent-check deb kernel guest-kernel-deb clean inside-test
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -60,6 +60,10 @@ bench-cpu: ## how much load of class batch slows a sandbox of class latency; on 
 bench-soak: ## the SDK used for an hour while its daemon is killed now and then: descriptors, memory, what is left
 	@$(INSIDE) agent
 	@$(DEV) python3 -m tests.perf.soak --minutes 60
+
+bench-trees: ## copying 10,000 small files in and out, beside tar and podman; minutes
+	@$(INSIDE) agent
+	@$(DEV) python3 -m tests.perf.trees
 
 agent: ## build the agent, and the programs for egress rules
 	@$(DEV) sh -c '$(MAKE) --no-print-directory -C agent && $(MAKE) --no-print-directory -C ebpf'

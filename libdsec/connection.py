@@ -22,6 +22,7 @@ from pydantic import BaseModel, ValidationError
 from libdsec import __version__
 from libdsec import types as t
 from libdsec.errors import ConnectionFailed, DsecError, Internal, InvalidSpec, from_wire
+from libdsec.filetypes import in_bytes
 from libdsec.routes import BY_NAME, Route
 from libdsec.types import EXEC_ID_PATTERN, ID_PATTERN
 
@@ -77,6 +78,12 @@ def _pairs(name: str, value: QueryValue) -> list[tuple[str, str]]:
     if isinstance(value, str | int | float):
         return [(name, str(value))]
     return [(name, item) for item in value]
+
+
+def path_fields(name: str, path: str) -> dict[str, str | bytes]:
+    """The field of a JSON body that takes a path: another one for what is not UTF-8."""
+    raw = in_bytes(path)
+    return {name: path} if raw is None else {f"{name}_bytes": raw}
 
 
 def read_timeout_s(route: Route, override_s: float | None) -> float | None:

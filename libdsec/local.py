@@ -13,6 +13,7 @@ import errno
 import os
 import secrets
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Self
 
 from libdsec.frames import EXTENT_BYTES
 
+_COUNTING = threading.Lock()
 _NO_FOLLOW = os.O_CLOEXEC | os.O_NOFOLLOW
 
 
@@ -35,6 +37,12 @@ class TreeReport:
     skipped: list[tuple[str, str]] = field(default_factory=list)
     #: Called with each path before it is transferred.
     on_path: Callable[[str], None] | None = field(default=None, repr=False, compare=False)
+
+    def add_file(self, data_bytes: int) -> None:
+        """Count one more file; from any thread."""
+        with _COUNTING:
+            self.files += 1
+            self.data_bytes += data_bytes
 
     def at(self, path: str) -> None:
         """Tell the observer."""

@@ -21,6 +21,8 @@ WORDS = {
     "async with": "with",
     "async for": "for",
     "await ": "",
+    "Awaitable[None]": "None",
+    "Awaitable, Callable": "Callable",
     "libdsec._async": "libdsec._sync",
     "AsyncIterator": "Iterator",
     "AsyncIterable": "Iterable",

@@ -20,6 +20,7 @@ from dsecd.core import translate
 from dsecd.core.principal import Principal
 from dsecd.core.registry import Registry
 from libdsec import errors
+from libdsec.filetypes import in_bytes
 from libdsec.types import FileInfo, FileList, MkdirRequest, RenameRequest
 
 _Type = Literal["file", "directory", "symlink", "fifo", "socket", "char", "block", "unknown"]
@@ -131,7 +132,7 @@ class Files:
         with translate.files(f"list '{path}' of '{sandbox_id}'"):
             entries, following = await link.list_dir(path, user, int(cursor or 0), limit)
         return FileList(
-            entries=tuple(_info(entry, entry.name.decode("utf-8", "replace")) for entry in entries),
+            entries=tuple(_info(entry, entry.name.decode("utf-8", "surrogateescape")) for entry in entries),
             next=str(following) if following else None,
         )
 
@@ -143,14 +144,16 @@ class Files:
             await link.remove(path, user, recursive=recursive)
 
     async def mkdir(self, principal: Principal, sandbox_id: str, request: MkdirRequest) -> None:
-        link, user = self._link(principal, sandbox_id, "make a directory in", request.path, request.user)
-        with translate.files(f"make '{request.path}' in '{sandbox_id}'"):
-            await link.mkdir(request.path, user, request.mode, request.umask, parents=request.parents)
+        path = request.fs_path
+        link, user = self._link(principal, sandbox_id, "make a directory in", path, request.user)
+        with translate.files(f"make '{path}' in '{sandbox_id}'"):
+            await link.mkdir(path, user, request.mode, request.umask, parents=request.parents)
 
     async def rename(self, principal: Principal, sandbox_id: str, request: RenameRequest) -> None:
-        link, user = self._link(principal, sandbox_id, "rename a file of", request.path, request.user)
-        with translate.files(f"rename '{request.path}' of '{sandbox_id}'"):
-            await link.rename(request.path, request.target, user)
+        path = request.fs_path
+        link, user = self._link(principal, sandbox_id, "rename a file of", path, request.user)
+        with translate.files(f"rename '{path}' of '{sandbox_id}'"):
+            await link.rename(path, request.fs_target, user)
 
     def _link(
         self, principal: Principal, sandbox_id: str, doing: str, path: str, user: str | None
@@ -168,10 +171,13 @@ def _name(path: str) -> str:
 
 
 def _info(info: AgentFileInfo, name: str) -> FileInfo:
-    # A name that is no UTF-8 has no form in JSON: it is shown with replacements, as in a listing.
-    shown = name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    # A name that is no UTF-8 has no form in JSON: it is shown with replacements, and is in a field of bytes as it is.
+    name_bytes, target = in_bytes(name), info.target
+    shown = name if name_bytes is None else name_bytes.decode("utf-8", "replace")
+    told = None if target is None else target.decode("utf-8", "replace")
+    exact = target is None or (told or "").encode() == target
     return FileInfo(
-        name=shown, type=_TYPES.get(stat_module.S_IFMT(info.mode), "unknown"), mode=stat_module.S_IMODE(info.mode),
-        uid=info.uid, gid=info.gid, size_bytes=info.size, mtime_ns=info.mtime_ns, nlink=info.nlink,
-        target=None if info.target is None else info.target.decode("utf-8", "replace"),
+        name=shown, name_bytes=name_bytes, type=_TYPES.get(stat_module.S_IFMT(info.mode), "unknown"),
+        mode=stat_module.S_IMODE(info.mode), uid=info.uid, gid=info.gid, size_bytes=info.size, mtime_ns=info.mtime_ns,
+        nlink=info.nlink, target=told, target_bytes=None if exact else target,
     )  # fmt: skip

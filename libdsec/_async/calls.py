@@ -400,14 +400,14 @@ class AsyncFileCalls(AsyncTransport):
         user: str | None = None,
     ) -> None:
         """Make a directory."""
-        request = c.build(t.MkdirRequest, "", path=path, mode=mode, umask=umask, parents=parents, user=user)
+        where = c.path_fields("path", path)
+        request = c.build(t.MkdirRequest, "", **where, mode=mode, umask=umask, parents=parents, user=user)
         await self.request("mkdir", body=request, id=id)
 
     async def rename(self, id: str, path: str, target: str, *, user: str | None = None) -> None:
         """Rename inside the sandbox, replacing ``target``."""
-        await self.request(
-            "rename", body=c.build(t.RenameRequest, "", path=path, target=target, user=user), id=id
-        )
+        fields = c.path_fields("path", path) | c.path_fields("target", target)
+        await self.request("rename", body=c.build(t.RenameRequest, "", **fields, user=user), id=id)
 
     async def put_state(self, id: str, path: str, part: str, *, user: str | None = None) -> t.FileInfo:
         """How much of a resumable upload has arrived: ``size_bytes``."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import ParamSpec, TypeVar
+from types import TracebackType
+from typing import ParamSpec, Self, TypeVar
 
 import httpcore
 import httpx
@@ -98,6 +99,46 @@ async def beside(job: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
         await asyncio.gather(task, return_exceptions=True)
         raise
     await task
+
+
+class Crew:
+    """Short jobs beside the block, at most ``size`` at once. Leaving the block waits for them and raises the first
+    failure; failing in the block cancels them."""
+
+    def __init__(self, size: int) -> None:
+        self._free = asyncio.Semaphore(size)
+        self._tasks: set[asyncio.Future[None]] = set()
+        self._failure: BaseException | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def start(self, job: Callable[[], Awaitable[None]]) -> None:
+        """Begin a job once there is a place for it. Raises what an earlier one failed with."""
+        await self._free.acquire()
+        if self._failure is not None:
+            raise self._failure
+        task = asyncio.ensure_future(self._run(job))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, job: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await job()
+        except Exception as exc:  # noqa: BLE001  raised where the block is left
+            self._failure = self._failure or exc
+        finally:
+            self._free.release()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if exc is not None:
+            for task in self._tasks:
+                task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if exc is None and self._failure is not None:
+            raise self._failure
 
 
 class WebSocket:

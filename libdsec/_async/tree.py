@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import os
 import posixpath
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 
 from libdsec import connection as c
 from libdsec import types as t
 from libdsec._async.contents import AsyncContents
-from libdsec._async.primitives import in_thread
-from libdsec.errors import AlreadyExists, DsecError, NotFound, RequestError
+from libdsec._async.primitives import Crew, in_thread
+from libdsec.errors import AlreadyExists, DsecError, RequestError
 from libdsec.local import Entry, Target, Tree, TreeReport, escapes, safe_name, walk
 from libdsec.options import guest_path
 
 #: Makes a batch of symlinks: path and target of each on standard input, every one ended by a zero byte.
 _LINK = ("xargs", "-0", "-r", "-n", "2", "ln", "-sfT", "--")
+#: Files at once, and how large those are that go beside others: a small one is nothing but waiting for answers. Large
+#: ones go alone, so that what is given up has ended soon.
+_AT_ONCE, _SMALL_BYTES = 8, 1 << 20
 
 
 class AsyncFiles(AsyncContents):
@@ -71,18 +75,20 @@ class AsyncFiles(AsyncContents):
             guest_path(path), (await in_thread(os.stat, top)).st_mode & 0o777, user, parents
         )
         links: list[Entry] = []
-        for entry in await in_thread(lambda: list(walk(top))):
-            report.at(entry.path)
-            where = posixpath.join(path, entry.path)
-            if entry.kind == "directory":
-                await self._make_directory(where, entry.mode & 0o777, user, parents=False)
-                report.directories += 1
-            elif entry.kind == "file":
-                await self._put_entry(os.path.join(top, entry.path), where, user, report, entry)
-            elif entry.kind == "symlink":
-                links.append(entry)
-            else:
-                report.skipped.append((entry.path, f"it is a {entry.kind}"))
+        async with Crew(_AT_ONCE) as crew:
+            for entry in await in_thread(lambda: list(walk(top))):
+                report.at(entry.path)
+                where = posixpath.join(path, entry.path)
+                if entry.kind == "directory":
+                    await self._make_directory(where, entry.mode & 0o777, user, parents=False)
+                    report.directories += 1
+                elif entry.kind == "file":
+                    put = partial(self._put_entry, os.path.join(top, entry.path), where, user, report, entry)
+                    await _do(crew, put, entry.status.st_size)
+                elif entry.kind == "symlink":
+                    links.append(entry)
+                else:
+                    report.skipped.append((entry.path, f"it is a {entry.kind}"))
         await self._make_links(path, links, user, report)
         return report
 
@@ -94,8 +100,7 @@ class AsyncFiles(AsyncContents):
         except OSError as exc:
             report.skipped.append((entry.path, os.strerror(exc.errno or 0).lower()))
             return
-        report.files += 1
-        report.data_bytes += info.size_bytes
+        report.add_file(info.size_bytes)
 
     async def _make_directory(self, path: str, mode: int, user: str | None, parents: bool) -> None:  # noqa: FBT001
         try:
@@ -156,27 +161,30 @@ class AsyncFiles(AsyncContents):
         waiting = [""]
         made: list[tuple[str, t.FileInfo]] = []
         links: list[tuple[str, str]] = []
-        while waiting:
-            directory = waiting.pop()
-            try:
-                async for entry in self.list_dir(posixpath.join(path, directory), user=user):
-                    where = posixpath.join(directory, entry.name)
-                    report.at(where)
-                    reason = _unfit(directory, entry)
-                    if reason is not None:
-                        report.skipped.append((where, reason))
-                    elif entry.type == "directory":
-                        await in_thread(local.make_directory, where)
-                        waiting.append(where)
-                        made.append((where, entry))
-                    elif entry.type == "file":
-                        await self._get_entry(local, posixpath.join(path, where), where, user, report, entry)
-                    else:
-                        links.append((where, entry.target or ""))
-            except RequestError as exc:
-                if not directory:
-                    raise
-                report.skipped.append((directory, exc.message))  # it vanished, or is not ours to read
+        async with Crew(_AT_ONCE) as crew:
+            while waiting:
+                directory = waiting.pop()
+                try:
+                    async for entry in self.list_dir(posixpath.join(path, directory), user=user):
+                        where = posixpath.join(directory, entry.fs_name)
+                        report.at(where)
+                        reason = _unfit(directory, entry)
+                        if reason is not None:
+                            report.skipped.append((where, reason))
+                        elif entry.type == "directory":
+                            await in_thread(local.make_directory, where)
+                            waiting.append(where)
+                            made.append((where, entry))
+                        elif entry.type == "file":
+                            inside = posixpath.join(path, where)
+                            get = partial(self._get_entry, local, inside, where, user, report, entry)
+                            await _do(crew, get, entry.size_bytes)
+                        else:
+                            links.append((where, entry.fs_target or ""))
+                except RequestError as exc:
+                    if not directory:
+                        raise
+                    report.skipped.append((directory, exc.message))  # it vanished, or is not ours to read
         await in_thread(_finish, local, links, made, report)
 
     async def _get_entry(
@@ -186,21 +194,24 @@ class AsyncFiles(AsyncContents):
         fd = await in_thread(local.directory, directory, make=False)
         try:
             await self._get_into(lambda: Target(name, parent_fd=fd), path, user, entry)
-        except (NotFound, OSError) as exc:
+        except (RequestError, OSError) as exc:
             report.skipped.append((where, str(exc)))
             return
         finally:
             os.close(fd)
-        report.files += 1
-        report.data_bytes += entry.size_bytes
+        report.add_file(entry.size_bytes)
+
+
+async def _do(crew: Crew, job: Callable[[], Awaitable[None]], size_bytes: int) -> None:
+    await (crew.start(job) if size_bytes <= _SMALL_BYTES else job())
 
 
 def _unfit(directory: str, entry: t.FileInfo) -> str | None:
     """Why an entry of a sandbox's tree is not made here; None when it is."""
-    if not safe_name(entry.name):
+    if not safe_name(entry.fs_name):
         return f"{entry.name!r} is no name"
     if entry.type == "symlink":
-        if escapes(directory, entry.target or ""):
+        if escapes(directory, entry.fs_target or ""):
             return f"symlink: it leads out of the tree, to {entry.target!r}"
     elif entry.type not in ("directory", "file"):
         return f"it is a {entry.type}"

@@ -401,14 +401,14 @@ class FileCalls(Transport):
         user: str | None = None,
     ) -> None:
         """Make a directory."""
-        request = c.build(t.MkdirRequest, "", path=path, mode=mode, umask=umask, parents=parents, user=user)
+        where = c.path_fields("path", path)
+        request = c.build(t.MkdirRequest, "", **where, mode=mode, umask=umask, parents=parents, user=user)
         self.request("mkdir", body=request, id=id)
 
     def rename(self, id: str, path: str, target: str, *, user: str | None = None) -> None:
         """Rename inside the sandbox, replacing ``target``."""
-        self.request(
-            "rename", body=c.build(t.RenameRequest, "", path=path, target=target, user=user), id=id
-        )
+        fields = c.path_fields("path", path) | c.path_fields("target", target)
+        self.request("rename", body=c.build(t.RenameRequest, "", **fields, user=user), id=id)
 
     def put_state(self, id: str, path: str, part: str, *, user: str | None = None) -> t.FileInfo:
         """How much of a resumable upload has arrived: ``size_bytes``."""

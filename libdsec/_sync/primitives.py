@@ -6,12 +6,14 @@ Here: sleeping, locks, blocking calls, a job beside the caller, one WebSocket. N
 
 from __future__ import annotations
 
+import queue
 import socket as socketlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ParamSpec, TypeVar
+from types import TracebackType
+from typing import Any, ParamSpec, Self, TypeVar
 
 import httpcore
 import httpx
@@ -31,6 +33,9 @@ from libdsec.errors import ConnectionFailed
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+#: How long jobs that are given up may take to clear away what they began.
+_FAREWELL_S = 5.0
 
 Lock = threading.Lock
 sleep = time.sleep
@@ -113,6 +118,55 @@ def beside(job: Callable[[], None]) -> Iterator[None]:
     thread.join()
     if failure:
         raise failure[0]
+
+
+class Crew:
+    """Short jobs in threads beside the block, at most ``size`` at once. Leaving the block waits for them and raises the
+    first failure; failing in the block waits for those that run, ``_FAREWELL_S`` at most, and begins no more."""
+
+    def __init__(self, size: int) -> None:
+        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(1)
+        self._size = size
+        self._threads: list[threading.Thread] = []
+        self._failure: BaseException | None = None
+        self._over = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def start(self, job: Callable[[], None]) -> None:
+        """Begin a job once there is a place for it. Raises what an earlier one failed with."""
+        if self._failure is not None:
+            raise self._failure
+        if len(self._threads) < self._size:
+            # Daemons: a job that hangs must not keep a program from ending.
+            thread = threading.Thread(target=self._work, name="libdsec", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        self._jobs.put(job)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                if self._failure is None and not self._over:
+                    job()
+            except BaseException as exc:  # noqa: BLE001  raised where the block is left
+                self._failure = self._failure or exc
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over = exc is not None
+        deadline = time.monotonic() + _FAREWELL_S
+        for _ in self._threads:
+            try:
+                self._jobs.put(None, timeout=max(0.0, deadline - time.monotonic()) if self._over else None)
+            except queue.Full:
+                return
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()) if self._over else None)
+        if exc is None and self._failure is not None:
+            raise self._failure
 
 
 class WebSocket:

@@ -11,17 +11,21 @@ from __future__ import annotations
 import os
 import posixpath
 from collections.abc import Callable
+from functools import partial
 
 from libdsec import connection as c
 from libdsec import types as t
 from libdsec._sync.contents import Contents
-from libdsec._sync.primitives import in_thread
-from libdsec.errors import AlreadyExists, DsecError, NotFound, RequestError
+from libdsec._sync.primitives import Crew, in_thread
+from libdsec.errors import AlreadyExists, DsecError, RequestError
 from libdsec.local import Entry, Target, Tree, TreeReport, escapes, safe_name, walk
 from libdsec.options import guest_path
 
 #: Makes a batch of symlinks: path and target of each on standard input, every one ended by a zero byte.
 _LINK = ("xargs", "-0", "-r", "-n", "2", "ln", "-sfT", "--")
+#: Files at once, and how large those are that go beside others: a small one is nothing but waiting for answers. Large
+#: ones go alone, so that what is given up has ended soon.
+_AT_ONCE, _SMALL_BYTES = 8, 1 << 20
 
 
 class Files(Contents):
@@ -72,18 +76,20 @@ class Files(Contents):
             guest_path(path), (in_thread(os.stat, top)).st_mode & 0o777, user, parents
         )
         links: list[Entry] = []
-        for entry in in_thread(lambda: list(walk(top))):
-            report.at(entry.path)
-            where = posixpath.join(path, entry.path)
-            if entry.kind == "directory":
-                self._make_directory(where, entry.mode & 0o777, user, parents=False)
-                report.directories += 1
-            elif entry.kind == "file":
-                self._put_entry(os.path.join(top, entry.path), where, user, report, entry)
-            elif entry.kind == "symlink":
-                links.append(entry)
-            else:
-                report.skipped.append((entry.path, f"it is a {entry.kind}"))
+        with Crew(_AT_ONCE) as crew:
+            for entry in in_thread(lambda: list(walk(top))):
+                report.at(entry.path)
+                where = posixpath.join(path, entry.path)
+                if entry.kind == "directory":
+                    self._make_directory(where, entry.mode & 0o777, user, parents=False)
+                    report.directories += 1
+                elif entry.kind == "file":
+                    put = partial(self._put_entry, os.path.join(top, entry.path), where, user, report, entry)
+                    _do(crew, put, entry.status.st_size)
+                elif entry.kind == "symlink":
+                    links.append(entry)
+                else:
+                    report.skipped.append((entry.path, f"it is a {entry.kind}"))
         self._make_links(path, links, user, report)
         return report
 
@@ -95,8 +101,7 @@ class Files(Contents):
         except OSError as exc:
             report.skipped.append((entry.path, os.strerror(exc.errno or 0).lower()))
             return
-        report.files += 1
-        report.data_bytes += info.size_bytes
+        report.add_file(info.size_bytes)
 
     def _make_directory(self, path: str, mode: int, user: str | None, parents: bool) -> None:  # noqa: FBT001
         try:
@@ -157,27 +162,30 @@ class Files(Contents):
         waiting = [""]
         made: list[tuple[str, t.FileInfo]] = []
         links: list[tuple[str, str]] = []
-        while waiting:
-            directory = waiting.pop()
-            try:
-                for entry in self.list_dir(posixpath.join(path, directory), user=user):
-                    where = posixpath.join(directory, entry.name)
-                    report.at(where)
-                    reason = _unfit(directory, entry)
-                    if reason is not None:
-                        report.skipped.append((where, reason))
-                    elif entry.type == "directory":
-                        in_thread(local.make_directory, where)
-                        waiting.append(where)
-                        made.append((where, entry))
-                    elif entry.type == "file":
-                        self._get_entry(local, posixpath.join(path, where), where, user, report, entry)
-                    else:
-                        links.append((where, entry.target or ""))
-            except RequestError as exc:
-                if not directory:
-                    raise
-                report.skipped.append((directory, exc.message))  # it vanished, or is not ours to read
+        with Crew(_AT_ONCE) as crew:
+            while waiting:
+                directory = waiting.pop()
+                try:
+                    for entry in self.list_dir(posixpath.join(path, directory), user=user):
+                        where = posixpath.join(directory, entry.fs_name)
+                        report.at(where)
+                        reason = _unfit(directory, entry)
+                        if reason is not None:
+                            report.skipped.append((where, reason))
+                        elif entry.type == "directory":
+                            in_thread(local.make_directory, where)
+                            waiting.append(where)
+                            made.append((where, entry))
+                        elif entry.type == "file":
+                            inside = posixpath.join(path, where)
+                            get = partial(self._get_entry, local, inside, where, user, report, entry)
+                            _do(crew, get, entry.size_bytes)
+                        else:
+                            links.append((where, entry.fs_target or ""))
+                except RequestError as exc:
+                    if not directory:
+                        raise
+                    report.skipped.append((directory, exc.message))  # it vanished, or is not ours to read
         in_thread(_finish, local, links, made, report)
 
     def _get_entry(
@@ -187,21 +195,24 @@ class Files(Contents):
         fd = in_thread(local.directory, directory, make=False)
         try:
             self._get_into(lambda: Target(name, parent_fd=fd), path, user, entry)
-        except (NotFound, OSError) as exc:
+        except (RequestError, OSError) as exc:
             report.skipped.append((where, str(exc)))
             return
         finally:
             os.close(fd)
-        report.files += 1
-        report.data_bytes += entry.size_bytes
+        report.add_file(entry.size_bytes)
+
+
+def _do(crew: Crew, job: Callable[[], None], size_bytes: int) -> None:
+    (crew.start(job) if size_bytes <= _SMALL_BYTES else job())
 
 
 def _unfit(directory: str, entry: t.FileInfo) -> str | None:
     """Why an entry of a sandbox's tree is not made here; None when it is."""
-    if not safe_name(entry.name):
+    if not safe_name(entry.fs_name):
         return f"{entry.name!r} is no name"
     if entry.type == "symlink":
-        if escapes(directory, entry.target or ""):
+        if escapes(directory, entry.fs_target or ""):
             return f"symlink: it leads out of the tree, to {entry.target!r}"
     elif entry.type not in ("directory", "file"):
         return f"it is a {entry.type}"

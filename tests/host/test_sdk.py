@@ -3,10 +3,12 @@
 
 import asyncio
 import hashlib
+import json
 import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import termios
@@ -18,11 +20,20 @@ from pathlib import Path
 import pytest
 
 from libdsec import AsyncClient, AsyncSandbox, Client, Sandbox
-from libdsec.errors import ConnectionFailed, ExecNotStarted, ExecTimeout, InfraError, NotFound, SandboxLost
+from libdsec.errors import (
+    ConnectionFailed,
+    ExecNotStarted,
+    ExecTimeout,
+    InfraError,
+    InvalidSpec,
+    NotFound,
+    SandboxLost,
+)
 from tests.support import machines
 from tests.support.backends import KINDS, Kind
 from tests.support.daemon import Daemon
 from tests.support.rootfs import debian_tar
+from tests.support.waiting import until
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 IMAGE = "debian:trixie"
@@ -330,6 +341,70 @@ def test_files_belong_to_whom_they_were_put_for(sandbox: Sandbox) -> None:
 
 
 # --- connections -------------------------------------------------------------------------------------------------
+
+
+def test_names_that_are_not_utf8_are_carried_both_ways(daemon: Daemon, tmp_path: Path) -> None:
+    top = os.fsencode(tmp_path / "top")
+    os.makedirs(top + b"/dir \xff/deep")
+    for name in (b"/caf\xe9", b"/dir \xff/deep/\x80\n"):
+        with open(top + name, "wb") as file:
+            file.write(b"of " + name)
+    os.symlink(b"caf\xe9", top + b"/\xfe link")
+    with daemon.client() as client, Sandbox(image=IMAGE, client=client) as box:
+        # The whole name must come through the command line as well.
+        done = dsecctl(daemon, "--json", "cp", os.fsdecode(top), f"{box.id}:/root/tree")
+        assert (done.returncode, done.stderr) == (0, b"")
+        told = json.loads(done.stdout)
+        assert (told["files"], told["directories"], told["symlinks"], told["skipped"]) == (2, 2, 1, [])
+        script = "cd /root/tree && LC_ALL=C find . -print0 | sort -z && readlink -n *link"
+        found = box.exec("sh", "-c", script).stdout.split(b"\0")
+        names = [b".", b"./caf\xe9", b"./dir \xff", b"./dir \xff/deep", b"./dir \xff/deep/\x80\n", b"./\xfe link"]
+        assert found == [*names, b"caf\xe9"]
+        done = dsecctl(daemon, "cp", f"{box.id}:/root/tree", os.fsdecode(tmp_path / "back"))
+        assert (done.returncode, done.stderr) == (0, b"")
+        back = os.fsencode(tmp_path / "back")
+        assert sorted(os.listdir(back)) == [b"caf\xe9", b"dir \xff", b"\xfe link"]
+        assert os.readlink(back + b"/\xfe link") == b"caf\xe9"
+        with open(back + b"/dir \xff/deep/\x80\n", "rb") as file:
+            assert file.read() == b"of /dir \xff/deep/\x80\n"
+        odd = os.fsdecode(b"/root/tree/caf\xe9")
+        info = box.stat(odd)
+        assert (info.name, info.name_bytes, info.fs_name) == ("caf\ufffd", b"caf\xe9", os.path.basename(odd))
+        box.rename(odd, os.fsdecode(b"/root/tree/\xe8"))
+        assert {entry.name_bytes for entry in box.list_dir("/root/tree")} == {b"\xe8", b"dir \xff", b"\xfe link"}
+        with pytest.raises(InvalidSpec, match="path_bytes"):
+            client.request("mkdir", body=b'{"path_bytes": "cmVsYXRpdmU="}', id=box.id)
+        with pytest.raises(InvalidSpec, match="exactly one of 'path' and 'path_bytes'"):
+            client.request("mkdir", body=b'{"path": "/a", "path_bytes": "L2E="}', id=box.id)
+
+
+def test_a_file_of_a_tree_that_cannot_be_read_is_told_and_the_rest_is_copied(daemon: Daemon, tmp_path: Path) -> None:
+    with daemon.client() as client, Sandbox(image=IMAGE, client=client) as box:
+        script = "mkdir /srv/t && cd /srv/t && for n in $(seq 60); do echo $n > f$n; done && chmod 0 f7 f33"
+        assert box.exec("sh", "-c", script).ok
+        report = box.get_tree("/srv/t", tmp_path / "t", user="nobody")
+    assert {path for path, _ in report.skipped} == {"f7", "f33"}
+    assert {path.name: path.read_text() for path in (tmp_path / "t").iterdir()} == {
+        f"f{number}": f"{number}\n" for number in range(1, 61) if number not in (7, 33)
+    }
+    assert report.files == 58
+
+
+def test_a_copy_that_is_interrupted_leaves_no_half_file(daemon: Daemon, tmp_path: Path) -> None:
+    with daemon.client() as client, Sandbox(image=IMAGE, client=client) as box:
+        assert box.exec("sh", "-c", "mkdir /srv/t && cd /srv/t && seq 5000 | xargs touch").ok
+        copying = subprocess.Popen(
+            [sys.executable, "-m", "dsecctl", "cp", f"{box.id}:/srv/t", str(tmp_path / "t")], cwd=CHECKOUT,
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env={**os.environ, "DSEC_SOCKET": str(daemon.socket)},
+        )  # fmt: skip
+        begun = tmp_path / "t"
+        until(lambda: copying.poll() is not None or (begun.is_dir() and len(os.listdir(begun)) > 20))
+        copying.send_signal(signal.SIGINT)
+        words = copying.communicate(timeout=60)[1]
+    assert (copying.returncode, words.strip()) == (130, b"")
+    names = os.listdir(tmp_path / "t")
+    assert 0 < len(names) < 5000
+    assert [name for name in names if name.endswith(".part")] == []
 
 
 def test_no_descriptor_is_left_behind(daemon: Daemon) -> None:

@@ -421,15 +421,15 @@ class _Files(State):
     async def on_mkdir(self, request: web.Request) -> dict[str, Any]:
         wanted = t.MkdirRequest.model_validate_json(await request.read())
         files = self._box(request).files
-        if wanted.path in files:
-            raise AlreadyExists(f"make '{wanted.path}': it exists")
-        files[wanted.path] = {"type": "directory", "mode": wanted.mode & ~wanted.umask}
+        if wanted.fs_path in files:
+            raise AlreadyExists(f"make '{wanted.fs_path}': it exists")
+        files[wanted.fs_path] = {"type": "directory", "mode": wanted.mode & ~wanted.umask}
         return {}
 
     async def on_rename(self, request: web.Request) -> dict[str, Any]:
         wanted = t.RenameRequest.model_validate_json(await request.read())
         files = self._box(request).files
-        files[wanted.target] = files.pop(wanted.path)
+        files[wanted.fs_target] = files.pop(wanted.fs_path)
         return {}
 
     async def on_put_state(self, request: web.Request) -> t.FileInfo:

@@ -46,7 +46,7 @@ MAY_IMPORT = {
 #: The part of libdsec that the daemon may use: never its clients.
 CONTRACT = (
     "libdsec.types", "libdsec.errors", "libdsec.routes", "libdsec.network", "libdsec.ports", "libdsec.memory",
-    "libdsec.snapshots",
+    "libdsec.snapshots", "libdsec.filetypes",
 )  # fmt: skip
 
 
