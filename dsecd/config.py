@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from dsecd.dns.frames import Endpoint
+from dsecd.dns.frames import GRACE_S, Endpoint
 
 DEFAULT_FILE = Path("/etc/dsec/dsecd.toml")
 
@@ -103,6 +103,9 @@ class NetworkPools(_Section):
         (), max_length=8, description="servers that dsec-dns asks, as ADDRESS or ADDRESS:PORT ([...] around IPv6); "
         "none: those of the host's resolv.conf"
     )  # fmt: skip
+    dns_grace_s: int = Field(
+        GRACE_S, ge=1, le=3600, description="addresses of a name stay open for so long after its time: clients remember"
+    )
     dns_user: str = Field("dsec-dns", description="whom dsec-dns runs as; root is believed as well")
 
     @field_validator("dns_upstreams")

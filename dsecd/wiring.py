@@ -146,7 +146,7 @@ def _dns_link(config: Config) -> DnsLink:
         uids.add(pwd.getpwnam(config.network.dns_user).pw_uid)
     settings = Settings(
         listen=(Endpoint(address=config.network.dns_server),),
-        upstreams=tuple(map(endpoint, config.network.dns_upstreams)),
+        upstreams=tuple(map(endpoint, config.network.dns_upstreams)), grace_s=config.network.dns_grace_s,
     )
     return DnsLink(settings, uids)
 

@@ -80,6 +80,7 @@ class _Process:
         self._table = Table()
         self._upstream = Upstream(resolv_conf)
         self._link = Link(link, daemon_uid, self._table, self._heard)
+        self._proxy: Proxy | None = None
         self._listeners: Listeners | None = None
         self._settings = Settings(listen=())
         self._complaint = ""
@@ -92,7 +93,8 @@ class _Process:
         try:
             async with asyncio.TaskGroup() as group:
                 lookup = Lookup(self._upstream, group)
-                self._listeners = Listeners(Proxy(self._table, lookup, self._link), group)
+                self._proxy = Proxy(self._table, lookup, self._link)
+                self._listeners = Listeners(self._proxy, group)
                 for task in (self._link.run(), self._link.tell(), self._pulse()):
                     group.create_task(task)
                 log.info("started version=%s pid=%d", __version__, os.getpid())
@@ -109,6 +111,8 @@ class _Process:
     def _heard(self, settings: Settings) -> None:
         self._settings = settings
         self._upstream.configured = settings.upstreams
+        assert self._proxy is not None
+        self._proxy.grace_s = settings.grace_s
         self._listen()
 
     def _listen(self) -> None:

@@ -23,12 +23,15 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 #: Of the messages below: to be raised with every change that the other side has to know.
-VERSION = 1
+VERSION = 2
 #: Room for the longest policy: 1,024 names of 255 characters and as many networks.
 FRAME_MAX = 1 << 20
 PATTERNS_MAX = 1024
 #: Of one name at a time; those beyond are left out of the answer.
 ADDRESSES_MAX = 32
+#: An address stays open for so long after the answer that told it has gone stale, unless the daemon says otherwise:
+#: clients remember longer than they should, and try one address after another.
+GRACE_S = 60
 #: How many refused names are told with their number.
 RECENT_MAX = 8
 
@@ -67,11 +70,15 @@ class Hello(_Message):
 
 
 class Settings(_Message):
-    """Where to listen for sandboxes, and whom to ask; no ``upstreams``: those of the host's resolv.conf(5)."""
+    """Where to listen for sandboxes, and whom to ask; no ``upstreams``: those of the host's resolv.conf(5).
+
+    ``grace_s``: how long addresses are to be open after the answer that told them has gone stale.
+    """
 
     kind: Literal["settings"] = "settings"
     listen: tuple[Endpoint, ...]
     upstreams: tuple[Endpoint, ...] = ()
+    grace_s: int = Field(GRACE_S, ge=1, le=3600)
 
 
 class Policy(_Message):

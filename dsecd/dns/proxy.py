@@ -30,16 +30,13 @@ from dns.rdatatype import RdataType
 
 from dsecd.dns import wire
 from dsecd.dns.addresses import Address, gaps, is_named
-from dsecd.dns.frames import Open
+from dsecd.dns.frames import GRACE_S, Open
 from dsecd.dns.link import Link
 from dsecd.dns.lookup import Found, Lookup
 from dsecd.dns.table import WAITING_MAX, Sandbox, Table
 
 log = logging.getLogger(__name__)
 
-#: An address stays open for so long after the answer that told it has gone stale: clients remember longer than
-#: they should, and try one address after another.
-GRACE_S = 60
 _KINDS = frozenset({RdataType.A, RdataType.AAAA, RdataType.CNAME})
 _NOT_NAMED = (EDECode.BLOCKED, "the sandbox's policy does not name it")
 _SPECIAL = (EDECode.FILTERED, "it leads to an address that the sandbox's policy does not name")
@@ -53,6 +50,8 @@ class Proxy:
         self._table = table
         self._lookup = lookup
         self._link = link
+        #: How long addresses are open after the answer that told them has gone stale.
+        self.grace_s = GRACE_S
 
     def sender(self, device: int, source: Address) -> Sandbox | None:
         """The sandbox that speaks: the one of the device, if the address is its own as well."""
@@ -115,7 +114,7 @@ class Proxy:
         closed = sandbox.not_open(addresses, found.until)
         if not closed:
             return addresses
-        seconds = found.ttl(now) + GRACE_S
+        seconds = found.ttl(now) + self.grace_s
         request = Open(number=0, sandbox=sandbox.id, name=name, addresses=closed, seconds=seconds)
         opened = await self._link.open(request)
         # Counted from before the daemon did it, so that we never believe it open longer than it is.

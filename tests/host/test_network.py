@@ -10,7 +10,6 @@ import functools
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -94,9 +93,11 @@ def test_all_is_everything_public_and_named_addresses_beside_it(client: Client) 
     host = [f"tcp/{HOST4}/443", f"tcp/{HOST6}/443", f"udp/{HOST4}/53"]
     box = make(client, "all")
     opened = {f"tcp/{FAR4}/443": HOST4, f"udp/{FAR6}/53": HOST6, f"icmp/{FAR4}/0": "echo"}
-    found = reach(client, box, *opened, *closed, *host)
-    assert found == {**opened, **dict.fromkeys(closed, "EPERM"), **dict.fromkeys(host, "timeout")}
-    assert {denial.reason for denial in client.network(box).recent} == {"policy", "host-address"}
+    assert reach(client, box, *opened, *closed) == {**opened, **dict.fromkeys(closed, "EPERM")}
+    assert {denial.reason for denial in client.network(box).recent} == {"policy"}
+    # As often as TCP tries within the time, so that these may be all of the recent ones.
+    assert reach(client, box, *host) == dict.fromkeys(host, "timeout")
+    assert client.network(box).recent[0].reason == "host-address"
     client.update(box, network=("all", f"tcp:{PRIVATE4}:443", METADATA4))
     found = reach(client, box, *closed, f"tcp/{PRIVATE4}/80")
     assert found == {closed[0]: HOST4, closed[1]: HOST4, closed[2]: "EPERM", f"tcp/{PRIVATE4}/80": "EPERM"}
@@ -158,9 +159,7 @@ def test_an_open_connection_ends_when_the_policy_narrows(lab: Lab, client: Clien
     running = client.exec_start(
         box, ExecRequest(argv=("python3", "-c", _REACH.decode(), f"stream/{FAR4}/443"), exec_id="stream")
     )
-    deadline = time.monotonic() + 10
-    while client.exec_output(box, running.exec_id).end < 20 and time.monotonic() < deadline:
-        time.sleep(0.05)
+    until(lambda: client.exec_output(box, running.exec_id).end >= 20)
     client.update(box, network=(f"tcp:{NEAR4}:443",))
     seen = len(lab.packets())
     result = client.exec_wait(box, "stream", wait_s=30)
@@ -181,8 +180,7 @@ def test_sandboxes_reach_each_other_only_when_each_names_the_other(client: Clien
     one, two = (make(client, "all") for _ in range(2))
     addresses = {box: client.network(box).addresses for box in (one, two)}
     server = client.exec_start(two, ExecRequest(argv=("python3", "-c", _SERVE)))
-    while client.exec_output(two, server.exec_id).data == b"":
-        time.sleep(0.05)
+    until(lambda: client.exec_output(two, server.exec_id).data == b"up\n")
     targets = [f"tcp/{address}/443" for address in addresses[two]]
     assert set(reach(client, one, *targets).values()) == {"EPERM"}
     client.update(one, network=tuple(f"tcp:{a}:443" if "." in a else f"tcp:[{a}]:443" for a in addresses[two]))
@@ -190,7 +188,7 @@ def test_sandboxes_reach_each_other_only_when_each_names_the_other(client: Clien
     assert client.network(two).denied_inbound > 0
     client.update(two, network=tuple(a if "." in a else f"[{a}]" for a in addresses[one]))
     # The server says nothing: a connection is made when it is not refused.
-    connect = f"import socket\nfor a in {addresses[two]!r}: socket.create_connection((a, 443), 2)"
+    connect = f"import socket\nfor a in {addresses[two]!r}: socket.create_connection((a, 443), 20)"
     assert client.exec(one, ExecRequest(argv=("python3", "-c", connect))).exit_code == 0
 
 
@@ -242,17 +240,14 @@ def test_enforcement_and_connections_do_not_need_the_daemon(lab: Lab, daemon: Da
     stream = ("python3", "-c", _REACH.decode(), f"stream/{FAR4}/443")
     client.exec_start(box, ExecRequest(argv=stream, exec_id="stream"))
     client.exec_start(box, ExecRequest(argv=("python3", "-c", _KNOCK, FAR4, NEAR4), exec_id="knock"))
-    time.sleep(0.5)
+    until(lambda: client.exec_output(box, "stream").end > 0 and client.network(box).denied > 0)
     before = client.network(box).denied
     daemon.kill()
     seen = len(lab.packets())
-    time.sleep(1)
-    while_dead = lab.packets()[seen:]
-    assert any(f" {FAR4} 443 " in line for line in while_dead)
+    until(lambda: sum(f" {FAR4} 443 " in line for line in lab.packets()[seen:]) > 10)
     daemon.start()
     with daemon.client() as again:
-        time.sleep(0.3)
-        assert again.network(box).denied > before + 10
+        until(lambda: again.network(box).denied > before + 10)
         assert again.exec_output(box, "knock").data == b""
         assert again.exec_inspect(box, "stream").running
         again.update(box, network=(f"tcp:{NEAR4}:443",))
@@ -302,7 +297,7 @@ def test_programs_of_another_build_are_exchanged_and_nothing_is_open_meanwhile(
             stream = ("python3", "-c", _REACH.decode(), f"stream/{FAR4}/443")
             client.exec_start(box, ExecRequest(argv=stream, exec_id="stream"))
             client.exec_start(box, ExecRequest(argv=("python3", "-c", _KNOCK, FAR4, NEAR4), exec_id="knock"))
-            time.sleep(0.5)
+            until(lambda: client.exec_output(box, "stream").end > 0 and client.network(box).denied > 0)
             before, seen = client.network(box), len(lab.packets())
         (old,) = _folders(daemon)
         programs, after = _programs(lab, before.device), before

@@ -5,12 +5,17 @@ Here: namespaces, devices, addresses and the servers behind them. Not here: what
 the world ends behind its servers.
 """
 
+import os
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
+
+from tests.support.waiting import until
 
 _PEERS = Path(__file__).with_name("peers.py")
 #: The host's own addresses on its uplink.
@@ -49,9 +54,12 @@ class Lab:
         )  # fmt: skip
         assert self._peers.stdout is not None
         assert self._peers.stdout.readline() == "ready\n"
+        with ThreadPoolExecutor(1) as pool:
+            self._marker = pool.submit(_socket_in, self.host).result()
         return self
 
     def __exit__(self, *_exc: object) -> None:
+        self._marker.close()
         processes: list[subprocess.Popen[Any]] = [self._peers, *self._holders]
         for process in processes:
             process.kill()
@@ -79,6 +87,26 @@ class Lab:
         return done.stdout
 
     def packets(self) -> list[str]:
-        """What has arrived in the world so far, a line each."""
-        time.sleep(0.1)
-        return self.log.read_text().splitlines()
+        """What has arrived in the world so far, a line each: all of what came before a datagram that is sent now."""
+        mark = f"mark-{time.monotonic_ns()}"
+        found = ""
+
+        def marked() -> bool:
+            nonlocal found
+            # Again and again, since a datagram may be lost. Nobody answers at this port.
+            self._marker.sendto(mark.encode(), (NEAR4, 9))
+            found = self.log.read_text()
+            return mark in found
+
+        until(marked)
+        return found.splitlines()
+
+
+def _socket_in(namespace: Path) -> socket.socket:
+    """For datagrams, in a network namespace; the thread that makes it stays there."""
+    fd = os.open(namespace, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.setns(fd, os.CLONE_NEWNET)
+    finally:
+        os.close(fd)
+    return socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
