@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import signal
 
 import click
 
 from dsecctl import output
 from dsecctl.app import App, command
+from dsecctl.interrupts import heeded
 from dsecctl.params import SANDBOX
 from libdsec import AsyncClient, __version__
 from libdsec import types as t
@@ -95,6 +97,7 @@ def forward(app: App, *, sandbox: str, ports: tuple[tuple[int, int], ...]) -> No
 
 
 async def _listen(app: App, sandbox: str, ports: tuple[tuple[int, int], ...]) -> None:
+    told = _signal_told()
     async with AsyncClient(app.socket, agent=f"dsecctl/{__version__}") as client, contextlib.AsyncExitStack() as stack:
         for local, remote in ports:
 
@@ -113,10 +116,32 @@ async def _listen(app: App, sandbox: str, ports: tuple[tuple[int, int], ...]) ->
                     writer.close()
 
             server = await stack.enter_async_context(await asyncio.start_server(serve, _LOOPBACK, local))
+            # Else its end would wait for theirs.
+            stack.callback(server.abort_clients)
             chosen = server.sockets[0].getsockname()[1]
             listening = {"address": _LOOPBACK, "port": chosen, "sandbox": sandbox, "sandbox_port": remote}
             click.echo(json.dumps(listening) if app.json else f"{_LOOPBACK}:{chosen} -> {sandbox}:{remote}")
-        await asyncio.Event().wait()
+        number = await told
+        connections = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in connections:
+            task.cancel()
+        await asyncio.gather(*connections, return_exceptions=True)
+    raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
+
+def _signal_told() -> asyncio.Future[int]:
+    """The first signal that ends us, from now on. By the loop: raised in the middle of it, what it was about to do is
+    lost, and with that a connection's end, which the server's end waits for."""
+    loop = asyncio.get_running_loop()
+    told: asyncio.Future[int] = loop.create_future()
+
+    def tell(number: int) -> None:
+        if not told.done():
+            told.set_result(number)
+
+    for number in heeded():
+        loop.add_signal_handler(number, tell, number)
+    return told
 
 
 async def _pass(tunnel: AsyncTunnel, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

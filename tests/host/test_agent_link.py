@@ -213,7 +213,7 @@ def test_signal_timeout_and_tree(agent: Agent) -> None:
         await link.signal("b", signal.SIGKILL, tree=True)
         ended = (await channel.collect(0)).exit
         assert (ended.kind, ended.reason) == (ExitKind.SIGNALLED, ExitReason.KILLED)
-        late = await run(link, "c", "sh", "-c", "echo partial; sleep 100", timeout_ms=200)
+        late = await run(link, "c", "sh", "-c", "echo partial; sleep 100", timeout_ms=2000)
         assert (late.stdout, late.exit.reason) == (b"partial\n", ExitReason.TIMEOUT)
 
     agent.play(story)
@@ -306,7 +306,9 @@ def test_many_at_once_and_many_cancelled(agent: Agent) -> None:
         assert [result.stdout for result in results] == [b"%d" % i for i in range(60)]
         assert {result.exit.status for result in results} == {7}
         tasks = [asyncio.ensure_future(run(link, f"b{i}", "cat", "/dev/zero")) for i in range(20)]
-        await asyncio.sleep(0.1)
+        async with asyncio.timeout(60):
+            while sum(record.running for record in await link.list_execs()) < 20:
+                await asyncio.sleep(0.02)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from dsecd.linux import cgroup, proc
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -36,10 +37,7 @@ def start(group: Path, script: str = "exec sleep 60") -> int:
         ["sh", "-c", 'setsid sh -c "$0" >/dev/null 2>&1 & echo $!', inner], timeout_s=10
     )
     pid = int(done.stdout)
-    deadline = time.monotonic() + 10
-    while not Path(f"/proc/{pid}/cgroup").read_text().strip().endswith(group.name):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    until(lambda: Path(f"/proc/{pid}/cgroup").read_text().strip().endswith(group.name))
     return pid
 
 
@@ -131,10 +129,7 @@ def test_freeze_stops_and_thaw_resumes(group: Path) -> None:
     assert cpu_ticks(pid) == before
     assert cgroup.frozen(group)
     assert asyncio.run(cgroup.thaw(group))
-    deadline = time.monotonic() + 20
-    while cpu_ticks(pid) == before:
-        assert time.monotonic() < deadline, "still not running"
-        time.sleep(0.02)
+    until(lambda: cpu_ticks(pid) > before, 60)
     assert not cgroup.frozen(group)
 
 
@@ -266,10 +261,7 @@ def test_stat_counts_without_controllers(group: Path) -> None:
     cgroup.create(group / "a")
     cgroup.create(group / "b")
     pid = start(group / "a", "i=0; while [ $i -lt 20000 ]; do i=$((i+1)); done; exec sleep 60")
-    deadline = time.monotonic() + 20
-    while cgroup.stat(group).get("cpu.usage_usec", 0) == 0:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: cgroup.stat(group).get("cpu.usage_usec", 0) > 0)
     found = cgroup.stat(group)
     assert found["cgroup.nr_descendants"] == 2
     assert found["cpu.usage_usec"] == found["cpu.user_usec"] + found["cpu.system_usec"]

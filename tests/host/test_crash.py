@@ -9,7 +9,6 @@ import contextlib
 import re
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from libdsec.errors import ConnectionFailed, DsecError, NotFound
 from libdsec.types import CreateRequest, ExecRequest, SandboxSpec
 from tests.support.daemon import Daemon
 from tests.support.rootfs import debian_tar
+from tests.support.waiting import until
 
 _IMAGE = "debian:trixie"
 _LIVE = 50
@@ -205,7 +205,4 @@ def test_residue_script_sees_what_a_live_sandbox_has(daemon: Daemon) -> None:
         for kind in ("process", "overlay", "cgroup", "/sandboxes/", "/agents/", "/crun/"):
             assert kind in found
         client.delete(sandbox.id)
-    deadline = time.monotonic() + 5
-    while daemon.residue() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert daemon.residue() == []
+    until(lambda: daemon.residue() == [])

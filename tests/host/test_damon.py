@@ -5,7 +5,6 @@ DAMON is one for the whole host: where somebody uses it already, these tests kee
 """
 
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 
 from dsecd.core.turns import worth_watching
 from dsecd.linux import damon, mechanisms, swap
+from tests.support.waiting import until
 
 MIB = 1 << 20
 _RULES = damon.Rules(age_s=3, quota_bytes_per_s=256 * MIB)
@@ -83,11 +83,8 @@ def test_what_nobody_touches_is_paged_out_and_what_is_touched_stays(toucher: int
     before = resident(toucher)
     damon.take(1, mark)
     damon.start(0, worth_watching([toucher]), _RULES)
-    deadline = time.monotonic() + 90
-    while resident(toucher, "VmSwap") < 40 * MIB and time.monotonic() < deadline:
-        time.sleep(0.5)
+    until(lambda: resident(toucher, "VmSwap") >= 40 * MIB, 300)
     damon.stop(0)
-    assert resident(toucher, "VmSwap") >= 40 * MIB
     assert before > 64 * MIB
     # 16 MiB are touched all the time, beside the program itself.
     assert resident(toucher) > 16 * MIB
@@ -105,10 +102,7 @@ def test_a_kdamond_ends_with_what_it_watches_and_is_used_again(mark: int) -> Non
         assert not damon.runs(0)
         process.kill()
         process.wait()
-        deadline = time.monotonic() + 30
-        while damon.runs(1) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert not damon.runs(1)
+        until(lambda: not damon.runs(1), 120)
 
 
 def test_a_process_that_is_gone_cannot_be_watched(mark: int) -> None:

@@ -16,6 +16,7 @@ from tests.support.attempts import POLICY, Endless, Target
 from tests.support.daemon import Daemon
 from tests.support.imports import import_python
 from tests.support.netlab import FAR4, NEAR4, NEAR6, Lab
+from tests.support.waiting import until
 
 IMAGE = "debian:python"
 
@@ -61,11 +62,11 @@ def test_what_the_policy_allows_passes_all_the_while(client: Client, watched: Ta
     script = (
         "import socket\n"
         f"for a in ('{NEAR4}', '{NEAR6}'):\n"
-        " with socket.create_connection((a, 443), 5) as s: assert s.recv(100)\n"
+        " with socket.create_connection((a, 443), 60) as s: assert s.recv(100)\n"
         " with socket.socket(socket.AF_INET6 if ':' in a else socket.AF_INET, socket.SOCK_DGRAM) as s:\n"
-        "  s.settimeout(5); s.sendto(b'x', (a, 443)); assert s.recv(100)\n"
+        "  s.settimeout(60); s.sendto(b'x', (a, 443)); assert s.recv(100)\n"
     )
-    result = client.exec(watched.id, ExecRequest(argv=("python3", "-c", script), timeout_s=30))
+    result = client.exec(watched.id, ExecRequest(argv=("python3", "-c", script), timeout_s=150))
     assert result.exit_code == 0, result.stderr
     assert watched.passed() > passed + 6
 
@@ -80,7 +81,7 @@ def test_root_inside_gets_nothing_through(client: Client, watched: Target, open_
     assert outcomes["arp request"] != "sent"
     assert outcomes["another address"] != "sent"
     refused_at_once = [name for name, outcome in outcomes.items() if outcome == "EPERM"]
-    assert watched.denied() >= denied + len(sent)
+    until(lambda: watched.denied() >= denied + len(sent))
     assert {"tcp to another address", "udp to another port", "tcp to metadata"} <= set(refused_at_once)
 
 
@@ -98,7 +99,7 @@ def test_nothing_escapes_while_the_daemon_dies_and_the_policy_changes(
             daemon.start()
         with daemon.client() as changing:
             changing.update(watched.id, network=POLICY)
-    assert attacker.tried > 100
+        until(lambda: attacker.tried > 100, 120)
     assert watched.passed() == passed
 
 
@@ -122,8 +123,7 @@ def test_no_sandbox_has_a_moment_of_open_network_at_its_start(lab: Lab, client: 
     seen = len(lab.packets())
     spec = SandboxSpec(image=IMAGE, network=POLICY, command=("python3", "-c", _SPAM))
     ids = [client.create(spec).id for _ in range(8)]
-    time.sleep(0.5)
-    assert all(client.network(box).denied > 10 for box in ids)
+    until(lambda: all(client.network(box).denied > 10 for box in ids), 120)
     for box in ids:
         client.stop(box, grace_s=0)
         client.start(box)

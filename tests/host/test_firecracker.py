@@ -44,6 +44,7 @@ from tests.support.firecracker import (
     processes_of,
     tiny_kernel,
 )
+from tests.support.waiting import until
 
 GREETING = b"the guest speaks first\n"
 
@@ -81,7 +82,7 @@ def run(awaitable: Awaitable[Any]) -> Any:
 async def echo(h: House, place: Place, text: bytes) -> bytes:
     """What the guest's agent answers on a new connection."""
     loop = asyncio.get_running_loop()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         with await h.driver.dial(place, 10) as sock:
             await loop.sock_sendall(sock, text)
             answer = b""
@@ -174,14 +175,14 @@ def test_a_guest_that_never_boots_is_a_timeout(h: House, guest: str) -> None:
     began = time.monotonic()
     with pytest.raises(TimeoutError):
         run(h.driver.dial(place, 0.8))
-    assert 0.5 < time.monotonic() - began < 3
+    assert 0.5 < time.monotonic() - began < 20
 
 
 def test_what_is_no_answer_of_a_vsock_device_is_told(h: House) -> None:
     h.use(fakes(h.base / "odd", guest="garbage"))
     place = started(h)
     with pytest.raises(BadAnswer, match="is not the answer of a vsock device"):
-        run(h.driver.dial(place, 5))
+        run(h.driver.dial(place, 30))
 
 
 def test_dialling_a_machine_that_dies_ends_at_once(h: House) -> None:
@@ -192,7 +193,7 @@ def test_dialling_a_machine_that_dies_ends_at_once(h: House) -> None:
     began = time.monotonic()
     with pytest.raises(ConnectionError, match="firecracker of 'vm1' ended"):
         run(h.driver.dial(place, 30))
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
 
 
 def test_pause_and_resume_are_felt_and_may_be_repeated(h: House) -> None:
@@ -562,9 +563,7 @@ def test_a_machine_ends_with_its_cgroup(h: House) -> None:
     """How the backend ends it, whatever the process does with signals."""
     place = started(h)
     (place.cgroup / "cgroup.kill").write_text("1")
-    deadline = time.monotonic() + 10
-    while processes_of(place.uid) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: not processes_of(place.uid))
     h.driver.forget(place)
     assert h.left_of(place) == []
 

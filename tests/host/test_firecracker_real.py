@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 import re
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -37,6 +38,7 @@ from tests.support.firecracker import (
     processes_of,
     tiny_kernel,
 )
+from tests.support.waiting import until
 
 
 def programs() -> Programs:
@@ -149,6 +151,12 @@ AFTER: list[tuple[str, str, Any]] = [
 ]  # fmt: skip
 
 
+def _listens(path: Path) -> bool:
+    """It is bound a moment before it listens."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        return sock.connect_ex(str(path)) == 0
+
+
 @contextlib.contextmanager
 def running(program: Path, directory: Path) -> Iterator[Path]:
     """A process without a jail, and the path of its API."""
@@ -159,10 +167,7 @@ def running(program: Path, directory: Path) -> Iterator[Path]:
     with open(directory / "output", "wb") as output:
         process = subprocess.Popen(argv, cwd=directory, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
     try:
-        deadline = time.monotonic() + 10
-        while not (directory / "api.sock").exists() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        time.sleep(0.2)  # it is bound a moment before it listens
+        until(lambda: _listens(directory / "api.sock"))
         yield directory / "api.sock"
     finally:
         process.kill()
@@ -264,10 +269,7 @@ def test_a_guest_that_ends_its_machine_ends_the_process(h: House) -> None:
     # It may end before the start has told it everything there is to tell.
     with contextlib.suppress(StartFailed):
         h.start(place, machine)
-    deadline = time.monotonic() + 20
-    while processes_of(place.uid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert processes_of(place.uid) == []
+    until(lambda: not processes_of(place.uid))
     assert h.driver.process(place) is None
 
 

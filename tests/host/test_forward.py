@@ -3,7 +3,6 @@
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +14,7 @@ from tests.support import machines
 from tests.support.backends import KINDS, Kind
 from tests.support.daemon import Daemon
 from tests.support.imports import import_python
+from tests.support.waiting import until
 
 IMAGE = "debian:python"
 _SERVER = """
@@ -57,10 +57,7 @@ def box(client: Client, kind: Kind) -> str:
     box = client.create(SandboxSpec(image=IMAGE, backend=kind.name)).id
     for address, port in (("127.0.0.1", "8000"), ("::1", "8006")):
         server = client.exec_start(box, ExecRequest(argv=("python3", "-c", _SERVER, address, port)))
-        deadline = time.monotonic() + 60
-        while client.exec_output(box, server.exec_id).data != b"up\n":
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until_printed(client, box, server.exec_id, b"up\n")
     return box
 
 
@@ -130,7 +127,7 @@ while True:
 
 def test_who_does_not_read_holds_up_nobody_and_a_client_that_goes_is_noticed(client: Client, box: str) -> None:
     server = client.exec_start(box, ExecRequest(argv=("python3", "-c", _GREEDY)))
-    until(client, box, server.exec_id, b"up\n")
+    until_printed(client, box, server.exec_id, b"up\n")
     silent = client.forward(box, 8001)
     other = client.forward(box, 8000)
     other.send(b"hello")
@@ -138,21 +135,17 @@ def test_who_does_not_read_holds_up_nobody_and_a_client_that_goes_is_noticed(cli
     assert client.exec(box, ExecRequest(argv=("echo", "alive"))).text == "alive\n"
     other.close()
     silent.close()
-    until(client, box, server.exec_id, b"up\ngone\n")
+    until_printed(client, box, server.exec_id, b"up\ngone\n")
 
 
-def until(client: Client, box: str, exec_id: str, printed: bytes) -> None:
-    deadline = time.monotonic() + 60
-    while client.exec_output(box, exec_id).data != printed:
-        assert time.monotonic() < deadline, client.exec_output(box, exec_id)
-        time.sleep(0.05)
+def until_printed(client: Client, box: str, exec_id: str, printed: bytes) -> None:
+    until(lambda: client.exec_output(box, exec_id).data == printed, 60)
 
 
 def test_connections_end_with_the_sandbox_and_with_the_client(client: Client, kind: Kind) -> None:
     box = client.create(SandboxSpec(image=IMAGE, backend=kind.name)).id
     server = client.exec_start(box, ExecRequest(argv=("python3", "-c", _SERVER, "127.0.0.1", "8000")))
-    while client.exec_output(box, server.exec_id).data == b"":
-        time.sleep(0.05)
+    until_printed(client, box, server.exec_id, b"up\n")
     left = client.forward(box, 8000)
     left.send(b"x")
     assert left.receive() == b"x"

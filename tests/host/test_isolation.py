@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from libdsec import Client, Sandbox
 from libdsec.types import ExecRequest, SandboxSpec
 from tests.support.daemon import Daemon
 from tests.support.imports import import_python
+from tests.support.waiting import until
 
 IMAGE = "debian:python"
 _HOSTILE = Path(__file__).resolve().parents[1] / "support" / "hostile.py"
@@ -106,10 +106,9 @@ def test_one_sandbox_cannot_use_up_what_the_kernel_counts_for_all(client: Client
         return ExecRequest(argv=("python3", "-c", _TAKE_ALL, hold_s))
 
     alone = client.exec(two, take_all("0")).text
-    holder = client.exec_start(one, take_all("60"))
-    deadline = time.monotonic() + 30
-    while (held := client.exec_output(one, holder.exec_id).data) == b"" and time.monotonic() < deadline:
-        time.sleep(0.05)
+    holder = client.exec_start(one, take_all("600"))
+    until(lambda: client.exec_output(one, holder.exec_id).data.endswith(b"\n"), 60)
+    held = client.exec_output(one, holder.exec_id).data
     beside = client.exec(two, take_all("0")).text
     terminal = client.exec(two, ExecRequest(argv=("test", "-t", "0"), pty=True)).exit_code
     for sandbox_id in (one, two):

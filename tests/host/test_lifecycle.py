@@ -29,6 +29,7 @@ from libdsec.types import CreateRequest, ExecReason, ExecRequest, Limits, Sandbo
 from tests.support.daemon import Daemon
 from tests.support.rootfs import debian_tar
 from tests.support.slowdeath import held_in_exit
+from tests.support.waiting import until
 
 IMAGE = "debian:trixie"
 
@@ -86,8 +87,7 @@ def test_stop_lets_processes_clean_up(client: Client) -> None:
     sandbox = client.create(spec())
     script = "trap 'echo bye > /root/bye; exit' TERM; touch /root/ready; while :; do sleep 0.05; done"
     client.exec_start(sandbox.id, ExecRequest(argv=("sh", "-c", script)))
-    while sh(client, sandbox.id, "ls /root").split() != ["ready"]:
-        time.sleep(0.02)
+    until(lambda: sh(client, sandbox.id, "ls /root").split() == ["ready"])
     client.stop(sandbox.id, grace_s=10)
     client.start(sandbox.id)
     assert sh(client, sandbox.id, "cat /root/bye") == "bye\n"
@@ -107,8 +107,7 @@ def test_pause_freezes_commands_and_nothing_else(daemon: Daemon, client: Client)
     assert client.stat(sandbox.id, "/etc/passwd").type == "file"
     assert client.pause(sandbox.id).state == "paused"
     assert client.resume(sandbox.id).state == "running"
-    time.sleep(0.3)
-    assert client.exec_output(sandbox.id, "x").end > first
+    until(lambda: client.exec_output(sandbox.id, "x").end > first)
 
 
 def test_its_first_process_is_called_what_it_is(daemon: Daemon, client: Client) -> None:
@@ -131,10 +130,9 @@ def _number(file: Path) -> int | None:
 def test_usage_is_what_the_kernel_counts(daemon: Daemon, client: Client) -> None:
     sandbox = client.create(spec())
     cgroup = daemon.cgroup_dir / f"sandbox-{sandbox.id}"
-    deadline = time.monotonic() + 5
     # The agent has a child for its first moments, which moves it into its cgroup.
-    while (fresh := client.usage(sandbox.id)).processes > 1 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: client.usage(sandbox.id).processes == 1)
+    fresh = client.usage(sandbox.id)
     assert (fresh.processes, fresh.execs_running, fresh.execs_total) == (1, 0, 0)
     for _ in range(3):
         client.exec_start(sandbox.id, ExecRequest(argv=("sleep", "1000")))
@@ -178,7 +176,7 @@ def test_delete_is_legal_in_every_state_and_idempotent(daemon: Daemon, client: C
         client.stop(sandbox.id, grace_s=0)
     elif state == "failed":
         kill_init(daemon, sandbox.id)
-        client.wait(sandbox.id, ["failed"], wait_s=10)
+        client.wait(sandbox.id, ["failed"], wait_s=60)
     client.delete(sandbox.id)
     client.delete(sandbox.id)
     with pytest.raises(NotFound, match="no such sandbox"):
@@ -195,7 +193,7 @@ def test_death_is_noticed_and_a_failed_sandbox_keeps_its_files(daemon: Daemon, c
     sandbox = client.create(spec())
     sh(client, sandbox.id, "echo kept > /root/file")
     kill_init(daemon, sandbox.id)
-    failed = client.wait(sandbox.id, ["failed"], wait_s=10)
+    failed = client.wait(sandbox.id, ["failed"], wait_s=60)
     assert failed.reason == "crash"
     assert not (daemon.cgroup_dir / f"sandbox-{sandbox.id}").exists()
     client.start(sandbox.id)
@@ -213,7 +211,7 @@ def test_a_death_that_takes_long_is_a_death_and_no_lost_agent(daemon: Daemon, cl
         time.sleep(2)  # longer than the daemon tries to reach the agent again
         # The connection is closed, the process still there.
         assert Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    assert client.wait(sandbox.id, ["failed"], wait_s=10).reason == "crash"
+    assert client.wait(sandbox.id, ["failed"], wait_s=60).reason == "crash"
 
 
 def test_a_command_in_a_sandbox_that_dies_is_an_infrastructure_error(daemon: Daemon, client: Client) -> None:
@@ -256,19 +254,16 @@ def test_ids_that_look_like_kernel_files_are_ordinary(client: Client) -> None:
 
 
 def test_ttl_deletes_and_time_paused_does_not_count(client: Client) -> None:
-    short = client.create(spec(ttl_s=1.5))
-    held = client.create(spec(ttl_s=1.5))
+    short = client.create(spec(ttl_s=3.5))
+    held = client.create(spec(ttl_s=3.5))
     client.pause(held.id)
-    deadline = time.monotonic() + 10
-    while short.id in {s.id for s in client.list_all()}:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: short.id not in {s.id for s in client.list_all()})
     assert client.inspect(held.id).expires_at is None
     resumed = client.resume(held.id)
     assert resumed.expires_at is not None
     with pytest.raises(NotFound):
-        client.wait(held.id, ["deleting", "stopped"], wait_s=10)
-        client.wait(held.id, ["stopped"], wait_s=10)
+        client.wait(held.id, ["deleting", "stopped"], wait_s=60)
+        client.wait(held.id, ["stopped"], wait_s=60)
 
 
 def test_ttl_survives_a_restart_and_is_never_shortened(daemon: Daemon, client: Client) -> None:
@@ -309,14 +304,10 @@ def test_wait_times_out_with_the_state(client: Client) -> None:
 
 def test_main_command_runs_on_create_and_on_start(client: Client) -> None:
     sandbox = client.create(spec(command=("sh", "-c", "echo started >> /root/starts; echo out; sleep 1000")))
-    deadline = time.monotonic() + 10
-    while client.exec_output(sandbox.id, "main").data != b"out\n":
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: client.exec_output(sandbox.id, "main").data == b"out\n")
     client.stop(sandbox.id, grace_s=0)
     client.start(sandbox.id)
-    time.sleep(0.3)
-    assert sh(client, sandbox.id, "cat /root/starts") == "started\nstarted\n"
+    until(lambda: sh(client, sandbox.id, "cat /root/starts") == "started\nstarted\n")
 
 
 def test_environment_comes_from_image_then_sandbox_then_command(daemon: Daemon, client: Client) -> None:
@@ -420,7 +411,7 @@ def test_events_tell_the_life_of_a_sandbox(client: Client) -> None:
     client.resume(sandbox.id)
     client.delete(sandbox.id)
     # An event may follow the answer that it is about.
-    deadline, kinds = time.monotonic() + 10, [""]
+    deadline, kinds = time.monotonic() + 60, [""]
     while kinds[-1] != "sandbox.deleted" and time.monotonic() < deadline:
         events = client.events(since=since, limit=1000, wait_s=1).events
         kinds = [e.kind for e in events if e.subject == sandbox.id] or [""]

@@ -7,6 +7,7 @@ or by tests/support/residue.py.
 
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 import socket
@@ -25,6 +26,7 @@ from libdsec.types import ExecRequest, Limits, SandboxSpec, State
 from tests.support import machines
 from tests.support.daemon import Daemon
 from tests.support.rootfs import debian_tar
+from tests.support.waiting import until
 
 IMAGE = "debian:trixie"
 _DISK_BYTES = 256 << 20
@@ -194,7 +196,7 @@ def test_the_agent_is_reached_whatever_the_last_daemon_left(daemon: Daemon, clie
 
 def test_processes_are_limited_inside(client: Client, vm: str) -> None:
     client.update(vm, limits=Limits(pids_max=40))
-    bomb = "for i in $(seq 100); do sleep 5 & done; true"
+    bomb = "for i in $(seq 100); do sleep 30 & done; true"
     result = client.exec(vm, ExecRequest(argv=("sh", "-c", bomb)))
     assert b"fork" in result.stderr.lower()
     client.update(vm, limits=Limits(pids_max=512))
@@ -245,9 +247,8 @@ def test_forks_go_on_by_themselves_and_are_machines_of_their_own(daemon: Daemon,
     assert [sh(client, name, "uname -n").strip() for name in names] == list(names)
     for name in names:
         assert client.exec_inspect(name, "count").running
-        first = int(sh(client, name, "until grep . /tmp/count; do :; done"))
-        time.sleep(0.5)
-        assert int(sh(client, name, "until grep . /tmp/count; do :; done")) > first
+        first = counted(client, name)
+        until(functools.partial(_counts_on, client, name, first), 60)
         sh(client, name, f"cat /root/file; echo {name} > /root/mine; sync")
     # A copy of a copy; and a copy outlives its origin.
     client.delete("parent")
@@ -265,6 +266,15 @@ def test_forks_go_on_by_themselves_and_are_machines_of_their_own(daemon: Daemon,
     for name in ("kid-1", "kid-2", "grandkid"):
         client.delete(name)
     assert list((daemon.state_dir / "origins").iterdir()) == []
+
+
+def counted(client: Client, sandbox_id: str) -> int:
+    """How far the command has come; for a moment its file is empty."""
+    return int(sh(client, sandbox_id, "until grep . /tmp/count; do :; done"))
+
+
+def _counts_on(client: Client, sandbox_id: str, first: int) -> bool:
+    return counted(client, sandbox_id) > first
 
 
 def resident_kib(daemon: Daemon, sandbox_id: str) -> int:
@@ -313,14 +323,14 @@ def test_memory_that_is_free_or_idle_goes_back_to_the_host() -> None:
         peak = peak_kib(daemon, client, taking)
         taken = peak - before
         assert taken > 100 << 10
-        left = settles_below(daemon, "vm", before + 0.2 * taken, 30)
+        left = settles_below(daemon, "vm", before + 0.2 * taken, 120)
         assert left - before <= 0.2 * taken, (before, peak, left)
         # Idle: the page cache of a file that nobody reads. Written faster than the first of it gets old.
         before = settled_kib(daemon, "vm")
         writing = ExecRequest(argv=("dd", "if=/dev/zero", "of=/root/f", "bs=1M", "count=100", "conv=fsync"))
         cached = peak_kib(daemon, client, writing)
         assert cached - before > 80 << 10
-        left = settles_below(daemon, "vm", before + 0.2 * (cached - before), 60)
+        left = settles_below(daemon, "vm", before + 0.2 * (cached - before), 180)
         assert left - before <= 0.2 * (cached - before), (before, cached, left)
 
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from libdsec.errors import BackendFailed, DsecError
 from libdsec.types import SandboxSpec
 from tests.support.daemon import Daemon
 from tests.support.firecracker import SPIN, fakes, tiny_kernel
+from tests.support.waiting import until
 
 IMAGE = "small:1"
 
@@ -85,18 +85,14 @@ def test_sigkill_of_the_daemon_while_a_guest_boots_leaves_nothing(disk: Path, im
 
         caller = threading.Thread(target=create)
         caller.start()
-        deadline = time.monotonic() + 30
-        while not any("agent.sock" in str(path) for path in (daemon.state_dir / "jails").rglob("*")):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        jails = daemon.state_dir / "jails"
+        until(lambda: any("agent.sock" in str(path) for path in jails.rglob("*")), 60)
         assert processes(daemon), "there is a monitor to be left behind"
         daemon.kill()
         caller.join()
         assert processes(daemon)
         daemon.start()
-        while daemon.residue():
-            assert time.monotonic() < deadline + 30, daemon.residue()
-            time.sleep(0.1)
+        until(lambda: daemon.residue() == [], 60)
         with daemon.client() as client:
             assert client.list().sandboxes == ()
 

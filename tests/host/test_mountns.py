@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dsecd.linux import mount, mountns, proc
+from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
 OURS = Path("/proc/self/ns/mnt")
@@ -265,9 +266,6 @@ def test_no_thread_or_fd_is_left() -> None:
     fds, tasks = sorted(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
     for _ in range(5):
         mountns.run_in_copy(fd, lambda: None)
-    deadline = time.monotonic() + 5
-    while len(os.listdir("/proc/self/task")) > tasks:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: len(os.listdir("/proc/self/task")) <= tasks)
     assert sorted(os.listdir("/proc/self/fd")) == fds
     os.close(fd)

@@ -4,7 +4,6 @@
 import asyncio
 import os
 import signal
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dsecd.linux import pidfd, proc
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -55,10 +55,7 @@ def test_signal_reaches_that_process(sleeping: int) -> None:
     assert not os.get_inheritable(fd)
     assert pidfd.send_signal(fd, signal.SIGKILL)
     assert asyncio.run(pidfd.wait_exit(fd, 10))
-    deadline = time.monotonic() + 10
-    while pidfd.send_signal(fd, 0):  # Until whoever adopted it has reaped it.
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: not pidfd.send_signal(fd, 0))  # Whoever adopted it has reaped it.
     assert not Path(f"/proc/{sleeping}").exists()
     assert pidfd.identify(sleeping) is None
     assert not pidfd.is_alive(process)

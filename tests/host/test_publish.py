@@ -8,8 +8,7 @@ import os
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from libdsec.types import SandboxSpec, State
 from tests.support import machines
 from tests.support.daemon import Daemon
 from tests.support.imports import import_python
+from tests.support.waiting import until
 
 IMAGE = "debian:python"
 #: An emulated guest, on a busy machine.
@@ -58,15 +58,8 @@ def client(daemon: Daemon) -> Iterator[Client]:
 def make(client: Client, *publish: str) -> tuple[str, int]:
     """A sandbox with a server, and the host's port of the first that it publishes."""
     box = client.create(SandboxSpec(image=IMAGE, publish=publish, command=("python3", "-c", _SERVER)))
-    wait(lambda: ask(parse(box.spec.publish[0]).host_port) != "reset")
+    until(lambda: ask(parse(box.spec.publish[0]).host_port) != "reset")
     return box.id, parse(client.inspect(box.id).spec.publish[0]).host_port
-
-
-def wait(condition: Callable[[], object], limit_s: float = 60.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def ask(port: int, *, address: str = "127.0.0.1", timeout_s: float = 10.0) -> str:
@@ -155,7 +148,7 @@ def test_it_stays_while_the_sandbox_is_paused_stopped_and_started(client: Client
     assert ask(port) == "reset"
     assert port in listening()
     client.start(box)
-    wait(lambda: ask(port) == "echoed")
+    until(lambda: ask(port) == "echoed")
 
 
 def test_the_next_daemon_has_the_same_ports_at_once_and_waits_for_one_that_was_taken(daemon: Daemon) -> None:
@@ -175,10 +168,10 @@ def test_the_next_daemon_has_the_same_ports_at_once_and_waits_for_one_that_was_t
             assert [line.split()[0] for line in dsecctl(daemon, "ps").splitlines() if "not published" in line] == [two]
             assert told(client, "sandbox.unpublished") == {two: found.unpublished}
             assert told(client, "sandbox.published") == {}
-        wait(lambda: ask(other) == "echoed")
+        until(lambda: ask(other) == "echoed")
         assert client.inspect(two).unpublished is None
         assert "not published" not in dsecctl(daemon, "ps")
-        wait(lambda: set(told(client, "sandbox.published")) == {two})
+        until(lambda: set(told(client, "sandbox.published")) == {two})
         daemon.stop()
         daemon.start()
         assert (ask(port), ask(other)) == ("echoed", "echoed")
@@ -201,7 +194,7 @@ def test_a_published_port_leads_into_a_microvm_through_pause_stop_and_another_da
         spec = SandboxSpec(image=IMAGE, backend="microvm", publish=("0:8000",), command=("python3", "-c", _SERVER))
         box = client.create(spec)
         port = parse(box.spec.publish[0]).host_port
-        wait(lambda: ask(port) == "echoed", _BOOTED_S)
+        until(lambda: ask(port) == "echoed", _BOOTED_S)
         assert listening() - before == {port}
         _whole_stream(port)
         client.pause(box.id)
@@ -216,7 +209,7 @@ def test_a_published_port_leads_into_a_microvm_through_pause_stop_and_another_da
         client.stop(box.id, grace_s=0)
         assert ask(port) == "reset"
         client.start(box.id)
-        wait(lambda: ask(port) == "echoed", _BOOTED_S)
+        until(lambda: ask(port) == "echoed", _BOOTED_S)
         client.delete(box.id)
         assert listening() == before
 

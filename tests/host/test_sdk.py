@@ -105,10 +105,10 @@ def test_large_input_arrives_whole(kind: Kind, sandbox: Sandbox) -> None:
 
 def test_timeout_keeps_the_output_and_is_told_from_a_signal(sandbox: Sandbox) -> None:
     with pytest.raises(ExecTimeout) as caught:
-        sandbox.exec(sh("echo before; sleep 60"), timeout_s=0.5)
+        sandbox.exec(sh("echo before; sleep 60"), timeout_s=2)
     assert caught.value.stdout == b"before\n"
     with pytest.raises(ExecTimeout) as caught:
-        sandbox.exec(sh("echo before; sleep 60"), idle_timeout_s=0.5)
+        sandbox.exec(sh("echo before; sleep 60"), idle_timeout_s=2)
     assert caught.value.stdout == b"before\n"
     with pytest.raises(ExecTimeout), sandbox.popen("sleep", "60", timeout_s=0.5) as stream:
         stream.wait()
@@ -165,9 +165,9 @@ def test_leaving_a_stream_kills_the_command_and_detach_does_not(sandbox: Sandbox
         pass
     with sandbox.popen("sleep", "1002") as stream:
         stream.detach()
-    commands = sandbox.exec(sh("cat /proc/[0-9]*/cmdline | tr '\\0' ' '")).text
-    assert "sleep 1001" not in commands
-    assert "sleep 1002" in commands
+    commands = sh("cat /proc/[0-9]*/cmdline 2> /dev/null | tr '\\0' ' '")
+    until(lambda: "sleep 1001" not in sandbox.exec(commands).text)
+    assert "sleep 1002" in sandbox.exec(commands).text
 
 
 def test_deleting_the_sandbox_ends_what_runs_with_an_infrastructure_error(client: Client) -> None:
@@ -209,10 +209,11 @@ def test_a_daemon_that_is_asked_to_stop_is_survived_too(daemon: Daemon, sandbox:
     buffered = threading.Thread(target=lambda: results.append(sandbox.exec(program).stdout))
     buffered.start()
     with sandbox.popen(program) as stream:
-        assert stream.read() == ("stdout", b"1\n")
+        name, first = stream.read() or ("", b"")
+        assert (name, first[:2]) == ("stdout", b"1\n")
         daemon.stop()
         daemon.start()
-        assert b"".join(data for _, data in stream) == b"2\n3\n4\n5\n6\n"
+        assert first + b"".join(data for _, data in stream) == b"1\n2\n3\n4\n5\n6\n"
     buffered.join(60)
     assert results == [b"1\n2\n3\n4\n5\n6\n"]
 
@@ -420,8 +421,10 @@ def test_no_descriptor_is_left_behind(daemon: Daemon) -> None:
         before = len(os.listdir("/proc/self/fd"))
         async with AsyncClient(daemon.socket) as client:
             await asyncio.gather(*(one(client) for _ in range(20)))
-        await asyncio.sleep(0.05)
-        return before, len(os.listdir("/proc/self/fd"))
+        async with asyncio.timeout(60):
+            while (after := len(os.listdir("/proc/self/fd"))) > before:
+                await asyncio.sleep(0.05)
+        return before, after
 
     before, after = asyncio.run(main())
     assert after <= before
@@ -467,7 +470,7 @@ def test_run_ends_with_the_commands_status(
 
 
 def test_run_with_options(daemon: Daemon) -> None:
-    done = dsecctl(daemon, "run", "--timeout", "0.5", IMAGE, "sh", "-c", "echo early; sleep 60")
+    done = dsecctl(daemon, "run", "--timeout", "3", IMAGE, "sh", "-c", "echo early; sleep 60")
     assert (done.returncode, done.stdout) == (124, b"early\n")
     done = dsecctl(daemon, "run", "-i", "-e", "A=b c", "-w", "/tmp", "-u", "nobody", IMAGE, "sh", "-c",
                    "id -un; pwd; echo $A; cat", stdin=b"from stdin")  # fmt: skip
@@ -508,7 +511,7 @@ def test_a_shell_on_a_terminal(daemon: Daemon) -> None:
     )  # fmt: skip
     try:
         text = converse(ours, [(rb"# $", b"stty size; tty\r"), (rb"33 101\r\n/dev/pts/\d+\r\n.*# $", b"exit 9\r")])
-        assert running.wait(30) == 9, text
+        assert running.wait(120) == 9, text
         assert termios.tcgetattr(theirs) == before
     finally:
         running.kill()
@@ -522,7 +525,7 @@ def converse(terminal: int, steps: list[tuple[bytes, bytes]]) -> bytes:
     text = b""
     for pattern, answer in steps:
         while not re.search(pattern, text, re.DOTALL):
-            assert select.select([terminal], [], [], 30)[0], text
+            assert select.select([terminal], [], [], 120)[0], text
             text += os.read(terminal, 4096)
         os.write(terminal, answer)
     return text

@@ -8,7 +8,6 @@ What a monitor saves and restores is in test_vm_snapshots.py. Files are looked a
 import json
 import os
 import sqlite3
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from libdsec.types import ExecRequest, SandboxSpec
 from tests.support import machines
 from tests.support.daemon import Daemon
 from tests.support.rootfs import debian_tar
+from tests.support.waiting import until
 
 _IMAGE = "debian:trixie"
 #: Every checkpoint of making and removing one; ``DSEC_TEST_LONG=1`` also stops before each.
@@ -63,9 +63,9 @@ def sh(client: Client, sandbox_id: str, script: str) -> str:
 
 
 def goes_on(client: Client, sandbox_id: str) -> None:
-    first = int(sh(client, sandbox_id, "until grep . /tmp/count; do :; done"))
-    time.sleep(0.5)
-    assert int(sh(client, sandbox_id, "until grep . /tmp/count; do :; done")) > first, sandbox_id
+    counted = "until grep . /tmp/count; do :; done"
+    first = int(sh(client, sandbox_id, counted))
+    until(lambda: int(sh(client, sandbox_id, counted)) > first, 60)
 
 
 def on_disk(daemon: Daemon) -> dict[str, tuple[int, int]]:

@@ -15,6 +15,7 @@ from libdsec.errors import NotFound, TimedOut
 from libdsec.types import ExecRequest, SandboxSpec
 from tests.support.daemon import Daemon
 from tests.support.rootfs import debian_tar
+from tests.support.waiting import until
 
 FUSE_DEVICE = Path("/dev/fuse")
 #: fuse_init_out: version 7.31, and no feature (linux/fuse.h).
@@ -51,7 +52,7 @@ def test_deletion_is_bounded_and_made_up_for_later_fl30(dead_mount: tuple[int, i
         began = time.monotonic()
         with pytest.raises(TimedOut, match="stuck in the kernel"):
             client.delete(box.id)
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - began < 60
         assert client.inspect(box.id).state == "deleting"
         other = client.create(SandboxSpec(image="debian:trixie"))
         client.delete(other.id)
@@ -68,13 +69,14 @@ def abort(device: int) -> None:
 
 
 def wait_gone(client: Client, sandbox_id: str) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
+    def gone() -> bool:
         try:
             client.delete(sandbox_id)
             client.inspect(sandbox_id)
         except NotFound:
-            return
+            return True
         except TimedOut:
-            time.sleep(0.2)
-    raise AssertionError("it is still there")
+            return False
+        return False
+
+    until(gone, 120)

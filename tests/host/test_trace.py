@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from tests.support import traced
 from tests.support.daemon import Daemon
 from tests.support.imports import import_python
 from tests.support.traced import Tracer, found, run
+from tests.support.waiting import until
 
 IMAGE = "debian:python"
 _DSECCTL = Path(__file__).resolve().parents[2] / "bin/dsecctl"
@@ -55,6 +57,7 @@ def test_chosen_kinds_alone_are_shown_and_control_characters_are_not(daemon: Dae
     box = client.create(SandboxSpec(image=IMAGE)).id
     with tracing(daemon, box, "--open", as_json=False) as tracer:
         run(client, box, "ours")
+        tracer.has_shown("[31mours")
         shown = tracer.ended()
     assert {line.split()[4] for line in shown.splitlines()} == {"open"}
     assert "\x1b" not in shown and r'"/tmp/\u001b[31mours\n"' in shown
@@ -68,6 +71,12 @@ def test_it_ends_with_the_sandbox(daemon: Daemon, client: Client) -> None:
         assert tracer.process.wait(60) == 0
 
 
+def _seen_and_lost(text: str) -> tuple[int, int]:
+    """How many attempts have been shown, and how many only counted; the last line may be half there."""
+    events = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    return len(found(events, path="/nowhere")), sum(event["count"] for event in found(events, kind="lost"))
+
+
 def test_what_cannot_be_shown_is_counted(daemon: Daemon, client: Client) -> None:
     box = client.create(SandboxSpec(image=IMAGE)).id
     flood = "import os\nfor _ in range(20000):\n try: os.open('/nowhere', 0)\n except OSError: pass\n"
@@ -75,8 +84,8 @@ def test_what_cannot_be_shown_is_counted(daemon: Daemon, client: Client) -> None
         os.kill(tracer.process.pid, signal.SIGSTOP)
         client.exec(box, ExecRequest(argv=("python3", "-c", flood), timeout_s=60))
         os.kill(tracer.process.pid, signal.SIGCONT)
-        events = tracer.events()
-    seen, lost = len(found(events, path="/nowhere")), sum(event["count"] for event in found(events, kind="lost"))
+        until(lambda: sum(_seen_and_lost(tracer.shown.read_text())) >= 20000, 120)
+        seen, lost = _seen_and_lost(tracer.ended())
     assert lost > 0 and 20000 <= seen + lost < 22000
 
 

@@ -31,6 +31,8 @@ from tests.support.rootfs import debian_tar
 _IMAGE = "debian:trixie"
 _UID = 0x6F00_0000
 _COPIES = 2
+#: Prints how far the command that counts has come; for a moment the file is empty.
+_COUNT = "until grep . /tmp/count; do :; done"
 _AGENT = Path(__file__).resolve().parents[2] / "build/agent/dsec-agent"
 pytestmark = pytest.mark.timeout(600)
 
@@ -112,6 +114,13 @@ async def said(link: AgentLink, script: str) -> str:
     return done.stdout.decode().strip()
 
 
+async def goes_on(link: AgentLink, count: int) -> None:
+    """The command that counts does so."""
+    async with asyncio.timeout(60):
+        while int(await said(link, _COUNT)) <= count:
+            await asyncio.sleep(0.1)
+
+
 def digest(snapshot: Snapshot) -> str:
     total = hashlib.sha256()
     for path in (snapshot.state, snapshot.memory):
@@ -142,9 +151,7 @@ async def saved(yard: Yard) -> tuple[Snapshot, float]:
         # The machine that was saved goes on, over the same connection.
         await yard.driver.resume(place)
         await link.machine.freeze(frozen=False)
-        first = int(await said(link, "until grep . /tmp/count; do :; done"))
-        await asyncio.sleep(1)
-        assert int(await said(link, "until grep . /tmp/count; do :; done")) > first
+        await goes_on(link, int(await said(link, _COUNT)))
         await link.close()
     return snapshot, booted_s
 
@@ -161,13 +168,12 @@ async def copied(yard: Yard, number: int, snapshot: Snapshot, stack: contextlib.
     await link.machine.renew(f"copy-{number}")
     await link.machine.freeze(frozen=False)
     random = "head -c 16 /dev/urandom | od -An -tx1; "
-    counted = "until grep . /tmp/count; do :; done"
-    text = await said(link, random + f"uname -n; cat /etc/machine-id /root/file; date +%s%N; {counted}")
+    asked = time.time()
+    text = await said(link, random + f"uname -n; cat /etc/machine-id /root/file; date +%s%N; {_COUNT}")
     drawn, host, machine_id, kept, clock, count = text.splitlines()
-    assert abs(int(clock) / 1e9 - time.time()) < 2
+    assert asked - 2 < int(clock) / 1e9 < time.time() + 2
     await said(link, f"echo {number} > /root/mine; sync")
-    await asyncio.sleep(1)
-    assert int(await said(link, "until grep . /tmp/count; do :; done")) > int(count)
+    await goes_on(link, int(count))
     return {"random": drawn, "host": host, "machine": machine_id, "kept": kept, "took": f"{took_s:.2f}",
             "mine": await said(link, "cat /root/mine")}  # fmt: skip
 

@@ -105,7 +105,7 @@ class Closed(Exception):
 class AgentClient:
     """One connection. Every wait has a limit, so a test fails rather than hangs."""
 
-    def __init__(self, path: str, *, generation: int = 1, hello: bool = True, timeout_s: float = 20) -> None:
+    def __init__(self, path: str, *, generation: int = 1, hello: bool = True, timeout_s: float = 60) -> None:
         self.sock = socket.socket(socket.AF_UNIX)
         self.sock.settimeout(timeout_s)
         self.sock.connect(path)
@@ -227,7 +227,7 @@ class AgentClient:
         return exec_
 
     def run(self, argv: list[str | bytes], *, id: str, flags: int = ATTACH, credit: int = 1 << 20,
-            fields: Iterable[Field] = (), timeout_s: float = 20) -> ExecChannel:  # fmt: skip
+            fields: Iterable[Field] = (), timeout_s: float = 60) -> ExecChannel:  # fmt: skip
         """Starts, waits for the end, and returns the channel with everything it said."""
         exec_ = self.start(argv, id=id, flags=flags, credit=credit, fields=fields)
         exec_.wait(timeout_s)
@@ -293,7 +293,7 @@ class ExecChannel:
             assert self.exit["ID"] == self.id.encode()
         return frame
 
-    def wait(self, timeout_s: float = 20) -> Fields:
+    def wait(self, timeout_s: float = 60) -> Fields:
         """Reads until EXIT."""
         deadline = time.monotonic() + timeout_s
         self.started()
@@ -301,7 +301,7 @@ class ExecChannel:
             self.step(max(0.001, deadline - time.monotonic()))
         return self.exit
 
-    def read_until(self, needle: bytes, stream: int = 1, timeout_s: float = 10) -> None:
+    def read_until(self, needle: bytes, stream: int = 1, timeout_s: float = 60) -> None:
         deadline = time.monotonic() + timeout_s
         while needle not in self.data[stream]:
             frame = self.step(max(0.001, deadline - time.monotonic()))

@@ -3,8 +3,8 @@
 """Runs inside a sandbox: tries to reach each ``PROTOCOL/ADDRESS/PORT`` given, all at once, and prints what came of it.
 
 A line for each: the target and the address that the other side saw, or the name of the error. ``icmp`` needs a port of
-0. ``stream/ADDRESS/PORT`` sends a line every 50 ms for ever and prints a line for each answer, until one is seconds late,
-or as many as REACH_STREAM_S says.
+0. ``stream/ADDRESS/PORT`` sends a line every 50 ms for ever and prints a line for each answer, until one is late by
+seconds, or as many as REACH_STREAM_S says.
 """
 
 import errno

@@ -46,7 +46,7 @@ class Dying:
 end_in_order()
 try:
     Dying()
-    time.sleep(30)
+    time.sleep(120)
 except KeyboardInterrupt:
     sys.exit(130)
 """
@@ -59,7 +59,7 @@ def daemon() -> Iterator[FakeDaemon]:
 
 
 def python(program: str) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=60, check=False)
+    return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=150, check=False)
 
 
 def test_a_command_starts_without_what_only_the_http_library_s_own_command_line_needs() -> None:
@@ -79,7 +79,7 @@ def test_an_interrupt_in_a_finalizer_is_not_lost() -> None:
     began = time.monotonic()
     done = python(_IN_A_FINALIZER)
     assert (done.returncode, done.stderr) == (130, b"")
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
 
 
 def test_a_terminal_that_is_closed_behind_an_interrupt_does_not_keep_the_sandbox(daemon: FakeDaemon) -> None:
@@ -103,7 +103,7 @@ def test_a_terminal_that_is_closed_behind_an_interrupt_does_not_keep_the_sandbox
         until(lambda: bool(begun))
         running.send_signal(signal.SIGHUP)
         running.send_signal(signal.SIGINT)
-        assert running.wait(20) == 130
+        assert running.wait(60) == 130
         assert not daemon.boxes
 
 
@@ -124,7 +124,7 @@ def test_streams_that_are_closed_are_empty(daemon: FakeDaemon, closed: str) -> N
     for words in ("ps", "exec -i web cat"):
         command = f"exec {sys.executable} -m dsecctl --socket {daemon.socket} {words} {closed}"
         done = subprocess.run(
-            ["sh", "-c", command], cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, timeout=30, check=False
+            ["sh", "-c", command], cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, timeout=120, check=False
         )
         assert (done.returncode, done.stderr) == (0, b"")
 
@@ -132,5 +132,5 @@ def test_streams_that_are_closed_are_empty(daemon: FakeDaemon, closed: str) -> N
 def test_output_that_cannot_be_written_is_one_error(daemon: FakeDaemon) -> None:
     with open("/dev/full", "wb") as full:
         command = [sys.executable, "-m", "dsecctl", "--socket", daemon.socket, "ps"]
-        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, timeout=30, check=False)
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (1, b"dsecctl: ps: No space left on device\n")

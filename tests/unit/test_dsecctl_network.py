@@ -61,7 +61,7 @@ def forwarding(daemon: FakeDaemon, *ports: str) -> Iterator[tuple[subprocess.Pop
         yield process, [json.loads(process.stdout.readline())["port"] for _ in ports]
     finally:
         process.send_signal(signal.SIGINT)
-        process.wait(10)
+        process.wait(60)
         process.stdout.close()
         process.stderr.close()
 

@@ -32,6 +32,7 @@ from libdsec.errors import (
 from libdsec.routes import ROUTES
 from tests.support.fake_commands import pattern
 from tests.support.fake_daemon import FakeDaemon
+from tests.support.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -596,10 +597,10 @@ def test_many_at_once_leave_no_descriptor_behind(daemon: FakeDaemon) -> None:
         before = open_files()
         async with AsyncClient(daemon.socket) as client:
             await asyncio.gather(*(one(client) for _ in range(150)))
-        await asyncio.sleep(0.05)
+        # The daemon's own descriptors live in this process too; it closes them when it sees ours closed.
+        await asyncio.to_thread(until, lambda: open_files() <= before + 2)
         return open_files() - before
 
-    # The daemon's own descriptors live in this process too; it closes them when it sees ours closed.
     assert asyncio.run(main()) <= 2
 
 
@@ -619,9 +620,9 @@ def test_cancelled_tasks_release_what_they_held(daemon: FakeDaemon) -> None:
                 task.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await task
-            await asyncio.sleep(0.1)
-            assert open_files() < before
+            await asyncio.to_thread(until, lambda: open_files() < before)
             execs = daemon.boxes[box.id].execs
+            await asyncio.to_thread(until, lambda: execs["s"].signals and execs["e"].signals)
             assert (execs["s"].signals, execs["e"].signals) == ([9], [9])
 
     asyncio.run(main())

@@ -87,7 +87,7 @@ def test_what_had_arrived_of_a_body_goes_with_its_client(
             await asyncio.sleep(0.01)
         assert kept[0]() is not None
         sender.writer.transport.abort()
-        for _ in range(100):
+        for _ in range(1000):
             if kept[0]() is None:
                 return
             await asyncio.sleep(0.02)

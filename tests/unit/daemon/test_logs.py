@@ -60,7 +60,7 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.socket.bind(str(path))
-        self.socket.settimeout(5)
+        self.socket.settimeout(60)
         self.lines: list[str] = []
         otherwise = logging.Handler()
         otherwise.emit = lambda record: self.lines.append(Formatter(journal=True).format(record))  # type: ignore[method-assign]
