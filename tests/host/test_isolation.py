@@ -119,10 +119,12 @@ def test_one_sandbox_cannot_use_up_what_the_kernel_counts_for_all(client: Client
 
 
 def test_no_device_of_the_host_comes_to_belong_to_a_sandbox(client: Client) -> None:
-    with Sandbox(image=IMAGE, client=client) as sandbox:
-        outside = int(sandbox.exec("cat", "/proc/self/uid_map").text.split()[1])
-        assert os.stat("/dev/null").st_uid != outside
-        assert sandbox.exec("sh", "-c", "exec 2>&1; chmod 666 /dev/null").exit_code != 0
+    # Again and again: another daemon on this machine, of a build with the fault, may give it to a sandbox of its own.
+    for _number in range(5):
+        with Sandbox(image=IMAGE, client=client) as sandbox:
+            outside = int(sandbox.exec("cat", "/proc/self/uid_map").text.split()[1])
+            assert not outside <= os.stat("/dev/null").st_uid < outside + 65536
+            assert sandbox.exec("sh", "-c", "exec 2>&1; chmod 666 /dev/null").exit_code != 0
 
 
 def test_ids_of_two_sandboxes_never_meet(daemon: Daemon, client: Client) -> None:

@@ -518,23 +518,6 @@ def test_a_reader_that_leaves_ends_the_command(daemon: FakeDaemon) -> None:
         assert running.wait() == 141
 
 
-def test_interrupts_go_to_the_command(daemon: FakeDaemon) -> None:
-    with process(daemon, "exec", "--id", "e", "web", "sleep") as running:
-        # It heeds this one, too, from when it hands signals on.
-        until(lambda: "e" in main_of(daemon) and caught(running.pid, signal.SIGQUIT))
-        running.send_signal(signal.SIGINT)
-        until(lambda: main_of(daemon)["e"].signals == [2])
-        running.send_signal(signal.SIGTERM)
-        assert running.wait() == 128 + 15
-
-
-def caught(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal: proc_pid_status(5)."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    (mask,) = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigCgt:")]
-    return bool(mask >> (number - 1) & 1)
-
-
 def test_a_run_that_is_terminated_while_creating_leaves_no_sandbox(daemon: FakeDaemon) -> None:
     original = daemon.on_create
 

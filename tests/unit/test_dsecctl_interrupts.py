@@ -82,6 +82,26 @@ def test_an_interrupt_in_a_finalizer_is_not_lost() -> None:
     assert time.monotonic() - began < 60
 
 
+def test_interrupts_go_to_the_command(daemon: FakeDaemon) -> None:
+    daemon.make(t.CreateRequest(spec=t.SandboxSpec(image="debian:trixie"), id="web"))
+    command = [sys.executable, "-m", "dsecctl", "--socket", daemon.socket, "exec", "--id", "e", "web", "sleep"]
+    execs = daemon.boxes["web"].execs
+    with subprocess.Popen(command, cwd=ROOT) as running:
+        # It heeds this one, too, from when it hands signals on.
+        until(lambda: "e" in execs and caught(running.pid, signal.SIGQUIT))
+        running.send_signal(signal.SIGINT)
+        until(lambda: execs["e"].signals == [2])
+        running.send_signal(signal.SIGTERM)
+        assert running.wait() == 128 + 15
+
+
+def caught(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal: proc_pid_status(5)."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    (mask,) = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigCgt:")]
+    return bool(mask >> (number - 1) & 1)
+
+
 def test_a_terminal_that_is_closed_behind_an_interrupt_does_not_keep_the_sandbox(daemon: FakeDaemon) -> None:
     create, delete, begun = daemon.on_create, daemon.on_delete, []
 

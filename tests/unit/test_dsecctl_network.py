@@ -94,6 +94,26 @@ def test_forward_says_when_nobody_listens_and_goes_on(daemon: FakeDaemon) -> Non
         assert process.poll() is None
 
 
+def test_an_interrupt_ends_forward_with_its_connections_whatever_they_are_at(daemon: FakeDaemon) -> None:
+    for turn in range(4):
+        with forwarding(daemon, "0:80", "0:81") as (process, (answering, dead)), contextlib.ExitStack() as stack:
+            open_ = [stack.enter_context(socket.create_connection(("127.0.0.1", answering), 60)) for _ in range(3)]
+            for connection in open_:
+                connection.sendall(b"hello")
+                assert connection.recv(1) == b"h"
+            # Some are being ended just when it comes.
+            for _ in range(turn):
+                stack.enter_context(socket.create_connection(("127.0.0.1", dead), 60))
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 130
+            for connection in open_:
+                with contextlib.suppress(ConnectionResetError):
+                    while connection.recv(100):
+                        continue
+            assert process.stderr is not None
+            assert "Traceback" not in process.stderr.read()
+
+
 @pytest.mark.parametrize("text", ["x", "80:", ":80", "70000", "1:0", "1:2:3", ""])
 def test_ports_that_are_none_are_refused(daemon: FakeDaemon, text: str) -> None:
     done = call(daemon, "forward", "web", text)
