@@ -58,7 +58,7 @@ X""")
 
     def passed(self) -> int:
         """Packets that the programs let through to the host."""
-        listed = self.lab.run(self.lab.host, f"nft list table netdev {self.device}")
+        listed = self.lab.ask(self.lab.host, "nft", "list", "table", "netdev", self.device)
         found = re.search(r"counter packets (\d+)", listed)
         assert found, listed
         return int(found[1])
@@ -144,7 +144,7 @@ class Judgement:
         """Fail unless nothing got through, all was counted and next to all of it got through unwatched."""
         print(f"{len(self.names)} attempts; proving nothing, since the control fails, too: {list(self.powerless)}")
         assert len(self.names) >= 60
-        assert (self.escaped, self.uncounted) == ((), ())
+        assert (self.escaped, self.uncounted) == ((), ()), f"escaped {self.escaped}, not counted {self.uncounted}"
         # A kernel may be built without a type of device; all else has to get through.
         assert [text for text in self.powerless if not re.fullmatch(r"a device of type \w+: ENOTSUP", text)] == []
         assert len(self.names) - len(self.powerless) >= 60
@@ -154,17 +154,19 @@ def judge(watched: Target, open_: Target) -> Judgement:
     """Try each, against the one and against the control."""
     escaped, uncounted, powerless = [], [], []
     with Attacker(watched, open_) as attacker, Attacker(open_, watched) as control:
+        passed, denied = watched.passed(), watched.denied()
         for name in attacker.names:
-            passed, denied = watched.passed(), watched.denied()
             outcome = attacker.tries(name)
-            if outcome == "sent" and watched.denied() == denied:
+            before, denied = denied, watched.denied()
+            if outcome == "sent" and denied == before:
                 uncounted.append(name)
-            if watched.passed() > passed:
+            before, passed = passed, watched.passed()
+            if passed > before:
                 escaped.append(name)
-            passed = open_.passed()
+            before = open_.passed()
             outcome = control.tries(name)
             # What was not even sent is not waited for.
-            if not _comes(functools.partial(_more, open_, passed), _ARRIVES_S if outcome == "sent" else 0.0):
+            if not _comes(functools.partial(_more, open_, before), _ARRIVES_S if outcome == "sent" else 0.0):
                 powerless.append(f"{name}: {outcome}")
         return Judgement(tuple(attacker.names), tuple(escaped), tuple(uncounted), tuple(powerless))
 

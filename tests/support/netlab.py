@@ -81,9 +81,13 @@ class Lab:
 
     def run(self, where: str | Path, script: str) -> str:
         """A shell script as root in one of the namespaces; what it prints."""
-        command = ["nsenter", f"--net={where}", "sh", "-ec", script]
+        return self.ask(where, "sh", "-ec", script)
+
+    def ask(self, where: str | Path, *argv: str) -> str:
+        """The same with one command, for what is asked often."""
+        command = ["nsenter", f"--net={where}", *argv]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-        assert done.returncode == 0, f"{script}: {done.stderr}"
+        assert done.returncode == 0, f"{argv}: {done.stderr}"
         return done.stdout
 
     def packets(self) -> list[str]:
