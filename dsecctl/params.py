@@ -6,6 +6,7 @@ Here: text to values, and completion. Not here: what is done with them.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable
@@ -35,9 +36,12 @@ class Size(click.ParamType):
         if isinstance(value, int):
             return value
         match = _SIZE.fullmatch(value.strip())
-        if match is None:
-            self.fail(f"'{value}' is no size such as 4096, 512M or 1.5G", param, ctx)
-        return int(float(match.group(1)) * 1024 ** " KMGTP".index(match.group(2).upper() or " "))
+        count = math.inf
+        if match is not None:
+            count = float(match.group(1)) * 1024 ** " KMGTP".index(match.group(2).upper() or " ")
+        if math.isinf(count):
+            self.fail(f"'{value[:100]}' is no size such as 4096, 512M or 1.5G", param, ctx)
+        return int(count)
 
 
 class Duration(click.ParamType):
@@ -62,7 +66,7 @@ class Cpus(click.ParamType):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         try:
             permil = round(float(value) * 1000)
-        except ValueError:
+        except (ValueError, OverflowError):
             permil = 0
         if permil < 1:
             self.fail(f"'{value}' is no number of CPUs such as 2 or 0.5", param, ctx)

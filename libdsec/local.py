@@ -15,7 +15,7 @@ import secrets
 import stat
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -150,6 +150,8 @@ class Entry:
     path: str
     status: os.stat_result
     target: str = ""
+    #: Why it cannot be read, of a directory that was told before.
+    reason: str = ""
 
     @property
     def mode(self) -> int:
@@ -171,18 +173,33 @@ class Entry:
 
 
 def walk(top: str) -> Iterator[Entry]:
-    """All entries below ``top``, each directory before what it holds, symlinks as themselves."""
-    waiting = [""]
+    """All entries below ``top``, each directory before what it holds, symlinks as themselves.
+
+    What goes while it is read is as if it had never been; a directory that cannot be read comes again with the reason.
+    Raises OSError for ``top``.
+    """
+    waiting: list[Entry | None] = [None]
     while waiting:
-        directory = waiting.pop()
-        with os.scandir(os.path.join(top, directory)) as entries:
-            found = sorted(entries, key=lambda entry: entry.name)
-        for entry in found:
-            path = os.path.join(directory, entry.name)
-            target = os.readlink(entry.path) if entry.is_symlink() else ""
-            yield Entry(path, entry.stat(follow_symlinks=False), target)
-            if entry.is_dir(follow_symlinks=False):
-                waiting.append(path)
+        above = waiting.pop()
+        directory = "" if above is None else above.path
+        try:
+            with os.scandir(os.path.join(top, directory)) as entries:
+                found = sorted(entries, key=lambda entry: entry.name)
+        except OSError as exc:
+            if above is None:
+                raise
+            yield replace(above, reason=os.strerror(exc.errno or 0).lower())
+            continue
+        for item in found:
+            path = os.path.join(directory, item.name)
+            try:
+                target = os.readlink(item.path) if item.is_symlink() else ""
+                entry = Entry(path, item.stat(follow_symlinks=False), target)
+            except FileNotFoundError:
+                continue
+            yield entry
+            if entry.kind == "directory":
+                waiting.append(entry)
 
 
 def safe_name(name: str) -> bool:

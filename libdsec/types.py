@@ -498,9 +498,13 @@ class ImportRequest(Model):
     """Import an image from a path on the host, or pull one with skopeo (kind ``registry``)."""
 
     name: ImageRef = Field(description="name[:tag] to give it")
-    source: str = Field(min_length=1, max_length=4096, description="absolute path, or docker://… and the like")
+    source: str = Field(
+        min_length=1, max_length=4096, pattern=r"^[^\x00]*$", description="absolute path, or docker://… and the like"
+    )
     kind: SourceKind = "auto"
-    reference: str | None = Field(None, max_length=255, description="which image of an archive that holds several")
+    reference: str | None = Field(
+        None, max_length=255, pattern=r"^[^\x00]*$", description="which image of an archive that holds several"
+    )
     prefix: GuestPath = Field("/", description="where the tree lies: /workspace, /opt/NAME …")
     config: ImageConfigChange = ImageConfigChange()
 

@@ -7,6 +7,7 @@ Here: those two. Not here: what completes what (``params.py``).
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import click
@@ -27,11 +28,13 @@ def api(app: App, *, method: str, path: str, body: str | None) -> None:
     """
     if not path.startswith("/"):
         raise click.BadParameter("must begin with /", param_hint="PATH")
+    if not path.isprintable():
+        raise click.BadParameter("control characters and what is not UTF-8 go in as %XX", param_hint="PATH")
     data: bytes | None = None
     if body == "-":
         data = click.get_binary_stream("stdin").read()
     elif body is not None:
-        data = Path(body[1:]).read_bytes() if body.startswith("@") else body.encode()
+        data = Path(body[1:]).read_bytes() if body.startswith("@") else os.fsencode(body)
     answer = app.client.raw(method.upper(), path, data)
     try:
         output.document(json.loads(answer))

@@ -79,7 +79,9 @@ class AsyncFiles(AsyncContents):
             for entry in await in_thread(lambda: list(walk(top))):
                 report.at(entry.path)
                 where = posixpath.join(path, entry.path)
-                if entry.kind == "directory":
+                if entry.reason:
+                    report.skipped.append((entry.path, entry.reason))
+                elif entry.kind == "directory":
                     await self._make_directory(where, entry.mode & 0o777, user, parents=False)
                     report.directories += 1
                 elif entry.kind == "file":

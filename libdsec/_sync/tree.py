@@ -80,7 +80,9 @@ class Files(Contents):
             for entry in in_thread(lambda: list(walk(top))):
                 report.at(entry.path)
                 where = posixpath.join(path, entry.path)
-                if entry.kind == "directory":
+                if entry.reason:
+                    report.skipped.append((entry.path, entry.reason))
+                elif entry.kind == "directory":
                     self._make_directory(where, entry.mode & 0o777, user, parents=False)
                     report.directories += 1
                 elif entry.kind == "file":

@@ -398,6 +398,7 @@ def test_only_known_places_are_pulled_from(disk: Path, source: str) -> None:
 
 @pytest.mark.parametrize(("kind", "source"), [
     ("directory", "relative"), ("auto", "relative"), ("auto", "/no/such"), ("rootfs-tar", "/dev"),
+    ("auto", "/" + "n" * 4000), ("auto", "/dev/null/x"),
 ])
 def test_a_source_that_is_not_there_is_an_error_of_the_request(disk: Path, kind: str, source: str) -> None:
     with pytest.raises(InvalidSpec):

@@ -22,6 +22,7 @@ from tests.perf.report import Figure, Side
 from tests.perf.sandboxes import podman_container, timed
 from tests.support.daemon import Daemon
 from tests.support.rootfs import debian_tar
+from tests.support.waiting import until
 
 IMAGE, BOX = "bench:trees", "bench"
 FILES, ROUNDS = 10_000, 3
@@ -91,6 +92,8 @@ def figures(files: int, rounds: int) -> list[Figure]:
             bench = Bench(daemon, base, podman)
             for number in range(rounds):
                 bench.round(number)
+            client.delete(BOX)
+            until(lambda: not daemon.residue(), limit_s=300)  # so many files are removed behind the call
     finally:
         shutil.rmtree(base)
     wanted = ROUNDS if files >= FILES else rounds + 1

@@ -627,7 +627,7 @@ def test_sizes(text: str, count: int) -> None:
     assert SIZE.convert(text, None, None) == count
 
 
-@pytest.mark.parametrize("text", ["", "M", "-1", "1X", "1 2", "0x10"])
+@pytest.mark.parametrize("text", ["", "M", "-1", "1X", "1 2", "0x10", "9" * 400, "9" * 300 + "P"])
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(click.BadParameter):
         SIZE.convert(text, None, None)
@@ -645,8 +645,9 @@ def test_what_is_no_duration_and_no_cpus() -> None:
         with pytest.raises(click.BadParameter):
             DURATION.convert(text, None, None)
     assert CPUS.convert("0.25", None, None) == 250
-    with pytest.raises(click.BadParameter):
-        CPUS.convert("0", None, None)
+    for text in ("0", "inf", "nan", "-1"):
+        with pytest.raises(click.BadParameter):
+            CPUS.convert(text, None, None)
 
 
 def test_sizes_for_people() -> None:

@@ -36,6 +36,13 @@ def test_an_option_behind_the_image_is_told_and_makes_nothing(
     assert not {"create", "exec", "exec_start", "exec_stream"} & {name for name, _ in daemon.seen}
 
 
+def test_a_path_or_body_of_odd_characters_is_an_answer_and_no_traceback(daemon: FakeDaemon) -> None:
+    done = call(daemon, "api", "GET", "/v1/\n")
+    assert (done.exit_code, "control characters" in done.stderr) == (2, True), done.stderr
+    done = call(daemon, "api", "POST", "/v1/nowhere", "\udcff")
+    assert isinstance(done.exception, SystemExit), done.exception
+
+
 def test_dashes_make_a_command_of_what_looks_like_an_option(daemon: FakeDaemon) -> None:
     call(daemon, "create", "--name", "odd", "debian:trixie", "--", "--name")
     assert daemon.boxes["odd"].info.spec.command == ("--name",)

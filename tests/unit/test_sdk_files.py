@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import socket
@@ -259,6 +260,31 @@ def test_upload_of_a_tree_follows_no_link(sandbox: Sandbox, daemon: FakeDaemon, 
     (link,) = [command for command in box.execs.values() if command.request.argv[0] == "xargs"]
     expected = f"{tmp_path}\0/t/dirlink\0{secret}\0/t/link\0"
     assert link.request.stdin == expected.encode()
+
+
+def test_what_cannot_be_read_here_is_told_and_the_rest_is_uploaded(
+    sandbox: Sandbox, box: Box, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "d" / "closed").mkdir(parents=True)
+    for name in ("d/closed/in", "d/f", "gone"):
+        (tmp_path / name).write_text(name)
+    scan, closed = os.scandir, str(tmp_path / "d/closed")
+
+    def scandir(path: str) -> Any:
+        # Root may read everything, so it is refused here as the kernel refuses others.
+        if path.rstrip("/") == closed:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        found = scan(path)
+        if path == f"{tmp_path}/":
+            (tmp_path / "gone").unlink()  # behind the reading of its directory
+        return found
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    report = sandbox.put_tree(tmp_path, "/t")
+    assert [path for path in box.files if path.startswith("/t/")] == ["/t/d", "/t/d/closed", "/t/d/f"]
+    assert report.skipped == [("d/closed", "permission denied")]
+    with pytest.raises(PermissionError):
+        sandbox.put_tree(closed, "/u")
 
 
 def test_put_chooses_by_what_it_is_given(sandbox: Sandbox, box: Box, tmp_path: Path) -> None:

@@ -308,6 +308,10 @@ def detect_kind(source: str) -> str:
     if source.startswith(pull.TRANSPORTS):
         return "registry"
     path = Path(source)
+    try:
+        path.lstat()
+    except OSError as error:  # its name is too long, or it lies below what is no directory
+        raise InvalidSpec(f"import {source[:200]!r}: {(error.strerror or '').lower()}") from error
     if path.is_dir():
         return "oci-layout" if (path / "oci-layout").is_file() and (path / "index.json").is_file() else "directory"
     if not path.is_file():
