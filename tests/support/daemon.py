@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Self
 
 from libdsec import Client
-from libdsec.errors import ConnectionFailed
+from libdsec.errors import ConnectionFailed, DsecError, SandboxLost
 from tests.support import cgroups, quick_start
+from tests.support.waiting import until
 
 _CHECKOUT = Path(__file__).resolve().parents[2]
 _RESIDUE = Path(__file__).with_name("residue.py")
@@ -141,9 +142,11 @@ class Daemon:
         return self._process.wait(timeout_s)
 
     def restart(self) -> None:
-        """SIGKILL and a new one."""
+        """SIGKILL and a new one, until it reaches what runs: on a busy machine it serves before that."""
         self.kill()
         self.start()
+        with self.client() as client:
+            until(lambda: not _unreached(client), 90)
 
     def stop(self) -> None:
         """SIGTERM, and wait."""
@@ -196,6 +199,19 @@ class Daemon:
             shutil.rmtree(self.state_dir.with_suffix(".images"), ignore_errors=True)
         shutil.rmtree(self.runtime_dir, ignore_errors=True)
         shutil.rmtree(self.state_dir, ignore_errors=True)
+
+
+def _unreached(client: Client) -> bool:
+    """Whether there is a sandbox that runs and whose agent does not answer yet."""
+    for sandbox in client.list_all():
+        try:
+            if sandbox.state in ("running", "paused"):
+                client.usage(sandbox.id)
+        except SandboxLost:
+            return True
+        except DsecError:
+            continue  # it has ended or gone meanwhile
+    return False
 
 
 def _cgroup_root() -> Path:

@@ -70,6 +70,9 @@ class Lab:
 
     def _connect(self) -> None:
         host, world = self.host, self.world
+        # A new namespace begins with what the machine has, where others may forward packets.
+        for name in ("ipv4/ip_forward", "ipv6/conf/all/forwarding"):
+            self.run(host, f"echo 0 > /proc/sys/net/{name}")
         up = "ip link set lo up"
         self.run(host, f"{up}; ip link add uplink type veth peer name world netns {self._holders[-1].pid}")
         self.run(host, f"ip addr add {HOST4}/24 dev uplink; ip addr add {HOST6}/64 dev uplink nodad")
