@@ -156,7 +156,7 @@ void machine_freeze(struct conn *conn, uint32_t channel, const struct request *r
 /* ---- RENEW */
 
 /* Until then two copies draw the same random numbers. random(4) */
-static int add_entropy(struct span entropy)
+int machine_stir(struct span entropy)
 {
     union {
         struct rand_pool_info info;
@@ -204,7 +204,7 @@ void machine_renew(struct conn *conn, uint32_t channel, const struct request *r)
         reply_error(conn, channel, "invalid", EINVAL, "TARGET (entropy), TIME_NS and NAME are needed");
         return;
     }
-    if (add_entropy(r->span[F_TARGET]) < 0 || clock_settime(CLOCK_REALTIME, &t) < 0 || sethostname(name, strlen(name)) < 0) {
+    if (machine_stir(r->span[F_TARGET]) < 0 || clock_settime(CLOCK_REALTIME, &t) < 0 || sethostname(name, strlen(name)) < 0) {
         reply_failed(conn, channel, errno);
         return;
     }

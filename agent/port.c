@@ -5,6 +5,7 @@
 #include "conn.h"
 #include "fields.h"
 #include "loop.h"
+#include "machine.h"
 #include "proto.h"
 
 #include <dirent.h>
@@ -42,6 +43,7 @@ static uint8_t key[KEY_BYTES];
 static bool have_key;
 static uint8_t frame_size[4]; /* of the frame that is on its way to the host */
 static size_t frame_at;       /* how much of it has come; 0 between frames */
+static bool owns_machine; /* the kernel below is ours alone */
 
 static void pump(void);
 
@@ -76,6 +78,9 @@ static void begin(const uint8_t *prelude)
     frame_at = 0;
     memcpy(key, prelude + MAGIC_BYTES, KEY_BYTES);
     have_key = true;
+    /* The host drew both, and nobody else has seen them: what a machine has instead of a device for random numbers. */
+    if (owns_machine)
+        (void)machine_stir((struct span){prelude + MAGIC_BYTES, 2 * KEY_BYTES});
     if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, pair) < 0)
         return; /* the host hears nothing, and tries again */
     if (!conn_adopt(pair[1])) {
@@ -297,5 +302,6 @@ int port_open(const char *name, int wait_ms)
         errno = ENODEV;
         return -1;
     }
+    owns_machine = true;
     return port_serve(fd);
 }

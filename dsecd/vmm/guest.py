@@ -27,7 +27,7 @@ _OWN = Path("/usr/lib/dsec/guest-kernel/vmlinux")
 _DEBIAN = "vmlinuz-*-cloud-amd64"
 #: Drivers that a guest of ours uses; those that a kernel has built in are left out.
 _MODULES = (
-    "virtio_pci", "virtio_console", "virtio_blk", "virtio_balloon", "virtio_rng", "virtio_pmem", "nd_pmem", "ext4",
+    "virtio_pci", "virtio_console", "virtio_blk", "virtio_balloon", "virtio_pmem", "nd_pmem", "ext4",
     "erofs", "overlay", "zram", "virtio_net", "vmw_vsock_virtio_transport",
 )  # fmt: skip
 _DEPENDS = re.compile(rb"(?:^|\0)depends=([^\0]*)\0")

@@ -54,8 +54,9 @@ _IGNORE_SHARED = [{"capability": "x-ignore-shared", "state": True}]
 
 #: What of a q35 a guest of ours has no use for.
 _MACHINE = "q35,smm=off,vmport=off,sata=off,smbus=off,usb=off,graphics=off,hpet=off,i8042=off,memory-backend=ram"
+#: No device for random numbers, which a guest would look for at its every start: the processor has an instruction, and
+#: the agent stirs in what begins each of its connections.
 _DEVICES = (
-    "-object", "rng-random,id=entropy,filename=/dev/urandom", "-device", "virtio-rng-pci,rng=entropy",
     # Its number changes with every restored copy, at which the guest's kernel draws new random numbers.
     "-device", "vmgenid,guid=auto",
     "-device", "virtio-balloon-pci,id=balloon,free-page-reporting=on",
@@ -269,8 +270,9 @@ def _shape(accelerator: str) -> list[str]:
 def _processor(accelerator: str) -> list[str]:
     if accelerator == "kvm":
         return ["-accel", "kvm", "-cpu", "host"]
-    # A small buffer for translated code: what a guest runs is small, and there are many guests.
-    return ["-accel", "tcg,tb-size=32", "-cpu", "max"]
+    # A small buffer for translated code: what a guest runs is small, and there are many guests. It holds all of a boot;
+    # in half of it, the first command would find it full, and everything be translated anew.
+    return ["-accel", "tcg,tb-size=64", "-cpu", "max"]
 
 
 def _memory(machine: Machine, *, restoring: bool) -> list[str]:
