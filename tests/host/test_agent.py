@@ -115,8 +115,8 @@ def test_orphans_do_not_disturb_statuses_fl4(client: AgentClient, name: str):
 def test_a_thousand_orphans_leave_no_zombie_fl5(agent: AgentProcess, client: AgentClient, name: str):
     exec_ = client.run(sh("for i in $(seq 1000); do (true &); done"), id=name, timeout_s=30)
     assert ended(exec_)[1] == 0
-    until(lambda: not agent.children(), 5)
-    until(lambda: name not in agent.exec_cgroups(), 5)
+    until(lambda: not agent.children())
+    until(lambda: name not in agent.exec_cgroups())
 
 
 def test_non_utf8_bytes_come_back_unchanged_fl9(client: AgentClient, name: str, tmp_path: Path):
@@ -255,7 +255,7 @@ def test_timeout_needs_no_client_fl7(agent: AgentProcess, client: AgentClient, n
     exec_ = client.start(["sleep", "60"], id=name, fields=[("TIMEOUT_MS", 300)])
     pid = int(exec_.started()["PID"])
     client.close()
-    until(lambda: state_of(pid) is None, 3)
+    until(lambda: state_of(pid) is None)
     with agent.connect() as again:
         exec_ = again.attach(name)
         exec_.wait()
@@ -473,7 +473,7 @@ def test_a_second_reader_takes_over(client: AgentClient, name: str):
 def test_kept_for_keep_ms_after_the_end(client: AgentClient, name: str):
     client.run(["true"], id=name, fields=[("KEEP_MS", 300)])
     assert name in client.list()
-    until(lambda: name not in client.list(), 2)
+    until(lambda: name not in client.list())
 
 
 def test_forget_of_a_running_exec_is_busy(client: AgentClient, name: str):

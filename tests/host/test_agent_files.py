@@ -36,7 +36,7 @@ def client(agent: AgentProcess) -> Iterator[AgentClient]:
     with agent.connect() as connection:
         yield connection
         # No request may leave a worker behind.
-        until(lambda: not agent.children(), 5)
+        until(lambda: not agent.children())
 
 
 @pytest.fixture
@@ -529,7 +529,7 @@ def test_a_stopped_worker_keeps_its_place_only_while_somebody_waits(
     client.ping()
     assert agent.children() == [worker]
     client.send("CLOSE", channel=upload.channel)
-    until(lambda: not agent.children(), 3)
+    until(lambda: not agent.children())
     assert os.listdir(place) == []  # it was woken, and took back what it had begun
 
 
