@@ -166,7 +166,8 @@ def test_the_next_daemon_has_the_same_ports_at_once_and_waits_for_one_that_was_t
             assert f"ss -ltnp 'sport = :{other}'" in found.unpublished
             assert client.inspect(one).unpublished is None
             assert [line.split()[0] for line in dsecctl(daemon, "ps").splitlines() if "not published" in line] == [two]
-            assert told(client, "sandbox.unpublished") == {two: found.unpublished}
+            # An event is shown when it is on the disk.
+            until(lambda: told(client, "sandbox.unpublished") == {two: found.unpublished})
             assert told(client, "sandbox.published") == {}
         until(lambda: ask(other) == "echoed")
         assert client.inspect(two).unpublished is None
