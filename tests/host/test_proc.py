@@ -33,9 +33,14 @@ def run(request: pytest.FixtureRequest) -> Runner:
     return runner
 
 
+_others: set[int] = set()
+
+
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     """No test leaves an open fd or a child behind."""
+    _others.clear()
+    _others.update(children())
     before = len(os.listdir("/proc/self/fd"))
     yield
     until(lambda: not children())
@@ -43,11 +48,11 @@ def nothing_left() -> Iterator[None]:
 
 
 def children() -> list[int]:
-    """Pids of this process's children, zombies included."""
+    """Pids of this process's children, zombies included, that were not there before the test."""
     found = []
     for task in Path("/proc/self/task").iterdir():
         found += [int(pid) for pid in (task / "children").read_text().split()]
-    return found
+    return [pid for pid in found if pid not in _others]
 
 
 def gone(pid: int) -> bool:

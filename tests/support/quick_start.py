@@ -37,9 +37,6 @@ class Child:
         self._lock = threading.Lock()
         self._pidfd = os.pidfd_open(pid)
 
-    def __del__(self) -> None:
-        os.close(self._pidfd)
-
     def poll(self) -> int | None:
         return self._ended(0)
 
@@ -51,13 +48,16 @@ class Child:
 
     def send_signal(self, number: int) -> None:
         # By its descriptor, which leads to no other process even when this one ends just now.
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._pidfd, number)
+        with self._lock, contextlib.suppress(ProcessLookupError):
+            if self.returncode is None:
+                signal.pidfd_send_signal(self._pidfd, number)
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)
 
     def _ended(self, timeout_ms: int | None) -> int | None:
+        if self.returncode is not None:
+            return self.returncode
         waiting = select.poll()
         waiting.register(self._pidfd, select.POLLIN)
         if not waiting.poll(timeout_ms):
@@ -65,6 +65,7 @@ class Child:
         with self._lock:
             if self.returncode is None:
                 self.returncode = self._server.reap(self.pid)
+                os.close(self._pidfd)
         return self.returncode
 
 
