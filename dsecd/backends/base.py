@@ -81,6 +81,7 @@ class Site:
     network: NetworkSite
     core_scheduling: Literal["off", "class", "sandbox"] = "off"  # as far as the kernel can
     machines: MachineSettings = MachineSettings()
+    made: dict[str, object] = field(default_factory=dict, compare=False)  # what all backends share
 
 
 @dataclass

@@ -38,6 +38,38 @@ _HINT = "run 'dsecctl doctor' to see what this host lacks"
 _CACHED_MAX = 256
 
 
+def why_unconfined(mode: Mode, name: str) -> str:
+    """Have one of the package's profiles loaded; why that cannot be had, empty when it is.
+
+    Blocks. Raises FeatureMissing in mode "require" where it cannot.
+    """
+    missing = "it is off in the configuration" if mode == "off" else _missing(name)
+    if mode == "require" and missing:
+        raise errors.FeatureMissing(
+            f"confine sandboxes by AppArmor: {missing}", feature="apparmor",
+            hint="provide it, or set 'apparmor' to \"auto\" in the configuration",
+        )  # fmt: skip
+    return missing
+
+
+def _missing(name: str) -> str:
+    if reason := apparmor.why_missing():
+        return reason
+    try:
+        if name not in apparmor.loaded():
+            place = folder(name)
+            apparmor.load(apparmor.compile_profile((place / name).read_text(), _SYSTEM, [place]))
+    except (OSError, ProcessFailed) as error:
+        log.warning("sandboxes are not confined by AppArmor: %s", error)
+        return f"profile {name} cannot be loaded: {error}"
+    return ""
+
+
+def folder(name: str) -> Path:
+    """Where the package's profile of that name lies."""
+    return _SYSTEM if (_SYSTEM / name).exists() else _CHECKOUT
+
+
 class Confinement:
     """The AppArmor profiles of one daemon's sandboxes. Its methods are for the event loop's thread, but the maker."""
 
@@ -49,30 +81,13 @@ class Confinement:
         self._may_run = may_run
         self._prefix = policy.prefix(str(state_dir))
         self._cache = cache_dir / "apparmor"
-        self._folder = _SYSTEM if (_SYSTEM / policy.DEFAULT).exists() else _CHECKOUT
+        self._folder = folder(policy.DEFAULT)
         self._in_kernel = not apparmor.why_missing()
         #: Why sandboxes run unconfined; empty when they do not.
-        self.missing = "it is off in the configuration" if mode == "off" else self._prepare()
+        self.missing = why_unconfined(mode, policy.DEFAULT)
         self._users: dict[str, set[str]] = {}
         self._compiling = asyncio.Lock()
         self._changing = asyncio.Lock()
-        if mode == "require" and self.missing:
-            raise errors.FeatureMissing(
-                f"confine sandboxes by AppArmor: {self.missing}", feature="apparmor",
-                hint="provide it, or set 'apparmor' to \"auto\" in the configuration",
-            )  # fmt: skip
-
-    def _prepare(self) -> str:
-        """Have the default profile loaded; why that cannot be had."""
-        if reason := apparmor.why_missing():
-            return reason
-        try:
-            if policy.DEFAULT not in apparmor.loaded():
-                apparmor.load(self._compile((self._folder / policy.DEFAULT).read_text()))
-        except (OSError, ProcessFailed) as error:
-            log.warning("sandboxes are not confined by AppArmor: %s", error)
-            return f"profile {policy.DEFAULT} cannot be loaded: {error}"
-        return ""
 
     def check(self, spec: SandboxSpec) -> list[str]:
         """Raise FeatureMissing for a policy that cannot be had; name the default that is off."""

@@ -13,9 +13,8 @@ import contextlib
 import functools
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
-from dsecd.backends import cookies, files
+from dsecd.backends import files
 from dsecd.backends.agentlink.link import AgentError, LinkLost
 from dsecd.backends.base import Box, Saves, Site, translated
 from dsecd.backends.container_steps import KILL_TIMEOUT_S, ContainerSteps
@@ -44,9 +43,7 @@ class ContainerBackend:
     saves: Saves | None = None
 
     def __init__(self, site: Site) -> None:
-        works = site.core_scheduling == "off" or mechanisms.by_name("core-scheduling").check().works is True
-        self._cookies_lacking: cookies.Mode = "off" if works else site.core_scheduling
-        self._steps = ContainerSteps(site if works else replace(site, core_scheduling="off"))
+        self._steps = ContainerSteps(site)
         self.cgroup = self._steps.cgroup
 
     def probe(self) -> BackendState:
@@ -56,12 +53,10 @@ class ContainerBackend:
 
     def check(self, spec: SandboxSpec) -> list[str]:
         self._steps.network.check(spec.network)
-        off = [*self._steps.limits.check(spec.limits), *self._steps.confinement.check(spec)]
-        if spec.cpu_class == "batch":
-            self._steps.limits.check_idle()
-        if cookies.concern(self._cookies_lacking, spec.cpu_class):
-            off.append("core-scheduling")
-        return off
+        steps = self._steps
+        return [
+            *steps.limits.check(spec.limits), *steps.confinement.check(spec), *steps.classes.check(spec),
+        ]  # fmt: skip
 
     def residents(self) -> set[str]:
         return self._steps.residents()

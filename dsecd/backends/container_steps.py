@@ -8,20 +8,15 @@ does not: their order (``container.py``), crun (``launch.py``).
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
-from dsecd.backends import network
+from dsecd.backends import classes, network
 from dsecd.backends.agentlink.link import connect
 from dsecd.backends.base import Box, Site, translated
 from dsecd.backends.confinement import Confinement
-from dsecd.backends.cookies import Cookies
 from dsecd.backends.launch import Launcher
-from dsecd.backends.limits import LimitWriter
 from dsecd.backends.network_steps import NetworkSteps
 from dsecd.backends.oomwatch import OomWatch
 from dsecd.backends.plan import in_thread
@@ -31,12 +26,8 @@ from libdsec import errors
 from libdsec.types import Limits
 
 _CGROUP_PREFIX = "sandbox-"
-#: All sandboxes of class batch lie in one idle cgroup: each for itself, many of them would outweigh what is not idle.
-_BATCH = "batch"
 _CONNECT_TIMEOUT_S = 15.0
 KILL_TIMEOUT_S = 10.0
-#: How long a sandbox of batch is left to begin or end by what others leave it.
-_PATIENCE_S = 0.5
 #: What the kernel may take to let go of a cgroup whose processes have been waited for already.
 _GONE_TIMEOUT_S = 1.0
 #: How long a deletion waits for files to go; a tree that takes longer goes on by itself.
@@ -50,10 +41,9 @@ class ContainerSteps:
         self._site = site
         self._disks = site.state_dir / "sandboxes"
         self._disks.mkdir(mode=0o700, parents=True, exist_ok=True)
-        cgroup.create(site.cgroup_dir)
-        self.cookies = Cookies(site.core_scheduling)
+        self.classes = classes.shared(site)
+        self.cookies, self.limits = self.classes.cookies, self.classes.limits
         self._launcher = Launcher(site, self._disks, self.cookies)
-        self.limits = LimitWriter(site.cgroup_dir, site.state_dir)
         self.network = NetworkSteps(network.shared(site), self._launcher.pid)
         self._kills = OomWatch()
         self.confinement = Confinement(
@@ -69,32 +59,13 @@ class ContainerSteps:
         places = (self._disks, launcher.runs, launcher.sockets, launcher.crun_root)
         # Names that no id has are not ours: crun keeps compiled filters in `.cache`.
         found = {path.name for place in places for path in place.iterdir() if not path.name.startswith(".")}
-        parents = (self._site.cgroup_dir, self._site.cgroup_dir / _BATCH)
-        groups = {path.name for parent in parents for path in cgroup.children(parent)}
+        groups = self.classes.groups()
         found |= {name.removeprefix(_CGROUP_PREFIX) for name in groups if name.startswith(_CGROUP_PREFIX)}
         return found | self.network.names()
 
     def cgroup(self, box: Box) -> Path:
         """The cgroup of everything in the box; of a box that is only known by its id, where it is."""
-        name = f"{_CGROUP_PREFIX}{box.id}"
-        batch = self._site.cgroup_dir / _BATCH / name
-        return batch if box.spec.cpu_class == "batch" or batch.exists() else self._site.cgroup_dir / name
-
-    @contextlib.contextmanager
-    def _not_starved(self, box: Box) -> Iterator[None]:
-        """Beginning and ending take processor time, of which a busy host leaves an idle cgroup next to none: after a
-        moment without success it competes like any other."""
-        group = self.cgroup(box).parent
-        if group.name != _BATCH:
-            yield
-            return
-        with contextlib.ExitStack() as stack:
-            hurry = functools.partial(stack.enter_context, self.limits.hurried(group))
-            timer = asyncio.get_running_loop().call_later(_PATIENCE_S, hurry)
-            try:
-                yield
-            finally:
-                timer.cancel()
+        return self.classes.group(box, f"{_CGROUP_PREFIX}{box.id}")
 
     async def make_disk(self, box: Box) -> None:
         with translated(f"create '{box.id}'"):
@@ -118,8 +89,7 @@ class ContainerSteps:
 
     async def make_cgroup(self, box: Box) -> None:
         with translated(f"create '{box.id}'"):
-            if box.spec.cpu_class == "batch":
-                self.limits.make_idle(self._site.cgroup_dir / _BATCH)
+            self.classes.prepare(box)
             await in_thread(_make_cgroups, self.cgroup(box), box.uid_base)
 
     async def remove_cgroup(self, box: Box) -> None:
@@ -132,7 +102,7 @@ class ContainerSteps:
     async def launch(self, box: Box) -> None:
         with translated(f"start '{box.id}'"):
             async with self._launches:
-                with self._not_starved(box):
+                with self.classes.not_starved(self.cgroup(box)):
                     await in_thread(self._launcher.start, box, self.cgroup(box), executor=self._threads)
 
     async def end(self, box: Box) -> None:
@@ -141,7 +111,7 @@ class ContainerSteps:
             # Who deletes has killed it already, while the record was written.
             if cgroup.populated(self.cgroup(box)):
                 await in_thread(cgroup.kill, self.cgroup(box))
-        with self._not_starved(box):
+        with self.classes.not_starved(self.cgroup(box)):
             ended = await cgroup.wait_empty(self.cgroup(box), KILL_TIMEOUT_S)
         if not ended:
             raise errors.TimedOut(
@@ -167,7 +137,7 @@ class ContainerSteps:
             await link.close()
 
     async def apply_limits(self, box: Box) -> None:
-        with translated(f"limit '{box.id}'"), self._not_starved(box):
+        with translated(f"limit '{box.id}'"), self.classes.not_starved(self.cgroup(box)):
             await self.limits.apply(self.cgroup(box), box.spec.limits)
         self._watch_kills(box)
 
@@ -181,16 +151,14 @@ class ContainerSteps:
             with translated(f"restore the cgroup of '{box.id}'"):
                 await in_thread(_make_below, self.cgroup(box), box.uid_base)
             await self.apply_limits(box)
-        if (parent := self.cgroup(box).parent).name == _BATCH:
-            # A daemon that was killed may have been hurrying.
-            self.limits.make_idle(parent)
+        self.classes.restore(self.cgroup(box))
         self._watch_kills(box)
 
     async def reconnect(self, box: Box) -> None:
         await self.restore_cgroup(box)
         if box.process is not None:
             self.cookies.worn(box, box.process.pid)
-        with translated(f"connect to the agent of '{box.id}'"), self._not_starved(box):
+        with translated(f"connect to the agent of '{box.id}'"), self.classes.not_starved(self.cgroup(box)):
             box.link = await connect(
                 self._launcher.socket_path(box), generation=self._site.generation, timeout_s=_CONNECT_TIMEOUT_S,
                 on_lost=box.on_link_lost,

@@ -159,26 +159,31 @@ class LimitWriter:
                 f"{doing} {', '.join(absent)}: this kernel has no such cgroup attribute", hint=_HINT, feature=absent[0]
             )
 
-    async def apply(self, sandbox: Path, limits: Limits) -> None:
-        """Write them. Raises cgroup.AttributeRefused; EBUSY when the agent does not leave the sandbox's top cgroup."""
+    async def apply(self, sandbox: Path, limits: Limits, *, divided: bool = True) -> None:
+        """Write them. ``divided``: ``run`` has cgroups below it, and no process of its own, as a monitor's has.
+
+        Raises cgroup.AttributeRefused; EBUSY when the agent does not leave the sandbox's top cgroup.
+        """
         available = self._available()
         if not available:
             return
         await _until_empty(sandbox)
         cgroup.enable(sandbox.parent, available)
         cgroup.enable(sandbox, available)
-        _count_kills(sandbox, limits)
+        if divided:
+            _count_kills(sandbox, limits)
         defaults = {"pids.max": str(DEFAULT_PIDS_MAX)} if "pids" in available else {}
         _write(sandbox, defaults | self.attributes(limits))
 
-    async def change(self, sandbox: Path, old: Limits, new: Limits) -> None:
+    async def change(self, sandbox: Path, old: Limits, new: Limits, *, divided: bool = True) -> None:
         """Write what differs between what is in force and what is to be. Raises cgroup.AttributeRefused."""
         before, after = self.attributes(old), self.attributes(new)
         lifted = {name: _unlimited(name, value) for name, value in before.items() if name not in after}
         changed = {name: value for name, value in after.items() if before.get(name) != value}
         if not lifted and not changed:
             return
-        _count_kills(sandbox, new)
+        if divided:
+            _count_kills(sandbox, new)
         # What is lifted first: an idle cgroup takes no weight.
         _write(sandbox, lifted)
         _write(sandbox, changed)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What virtual machines of this host are run with: the monitor, the kernel and the initramfs.
+"""What virtual machines of this host are run with: the monitor and its profile, the kernel and the initramfs.
 
 What belongs here: putting these together from the settings, and saying whether they work. What does not: any one
 machine (``machines.py``, ``microvm_steps.py``).
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from dsecd.backends import confinement, policy
 from dsecd.backends.base import Site
 from dsecd.vmm import guest
 from dsecd.vmm.base import Driver
@@ -17,6 +18,7 @@ from dsecd.vmm.firecracker import install
 from dsecd.vmm.firecracker.driver import Firecracker
 from dsecd.vmm.guest import Boot
 from dsecd.vmm.qemu import Qemu
+from libdsec import errors
 
 
 class MachineHost:
@@ -26,6 +28,9 @@ class MachineHost:
         settings = site.machines
         self._configured = settings.kernel
         self._agent = site.agent
+        self._required = site.apparmor == "require"
+        #: Why no monitor is confined by AppArmor; empty when they can be.
+        self._unconfined = confinement.why_unconfined(site.apparmor, policy.MONITOR)
         self.directory = site.state_dir / "guest"
         programs = install.find(settings.firecracker)
         self.driver: Driver = Choice(
@@ -40,6 +45,21 @@ class MachineHost:
     def boot(self) -> Boot:
         """What guests boot from. Blocks. Runs in a thread. Raises OSError, KernelMissing among them."""
         return guest.prepare(self._kernel(), self._agent, self.directory)
+
+    def profile(self, *, network: bool) -> str:
+        """The AppArmor profile that the monitor of a machine will be confined by; nothing when empty."""
+        return "" if self._unconfined or not self.driver.confines(network=network) else policy.MONITOR
+
+    def check_profile(self, *, network: bool) -> list[str]:
+        """Raise FeatureMissing where it has none and must; name the default that is off."""
+        if self.profile(network=network):
+            return []
+        if self._required:
+            raise errors.FeatureMissing(
+                "confine a microVM by AppArmor, which is required: Firecracker runs without a profile",
+                hint="set 'microvm.monitor' to \"qemu\" in the configuration", feature="apparmor",
+            )  # fmt: skip
+        return ["apparmor"]
 
     def probe(self) -> tuple[bool, str]:
         """Whether machines work here, and how or why not. Blocks. Runs in a thread."""

@@ -110,8 +110,6 @@ def host_limits(limits: Limits, settings: MachineSettings) -> Limits:
 
 def check(spec: SandboxSpec) -> None:
     """Raise InvalidSpec for a machine that could not boot, FeatureMissing for what only containers have."""
-    if spec.cpu_class == "batch":
-        raise errors.FeatureMissing("spec.cpu_class: a microVM cannot be of class batch yet", feature="microvm-batch")
     if spec.apparmor is not None:
         raise errors.FeatureMissing("spec.apparmor: a microVM has a kernel of its own", feature="microvm-apparmor")
     asked = spec.limits.memory_max_bytes

@@ -61,7 +61,7 @@ class MicrovmBackend:
     def check(self, spec: SandboxSpec) -> list[str]:
         machines.check(spec)
         self._steps.network.check(spec.network)
-        return self._steps.check(spec.limits)
+        return self._steps.check(spec)
 
     def residents(self) -> set[str]:
         return self._steps.residents()
@@ -92,10 +92,10 @@ class MicrovmBackend:
         await self._steps.reconnect(box)
 
     async def pause(self, box: Box) -> None:
-        await _freeze(box, "pause", frozen=True)
+        await _freeze(self._steps, box, "pause", frozen=True)
 
     async def resume(self, box: Box) -> None:
-        await _freeze(box, "resume", frozen=False)
+        await _freeze(self._steps, box, "resume", frozen=False)
 
     def kill(self, box: Box) -> None:
         cgroup.kill(self._steps.cgroup(box))
@@ -154,8 +154,9 @@ class MicrovmBackend:
         return f"crash; last words: {said!r}" if "Kernel panic" in said else None
 
 
-async def _freeze(box: Box, doing: str, *, frozen: bool) -> None:
-    with translated(f"{doing} '{box.id}'"):
+async def _freeze(steps: MicrovmSteps, box: Box, doing: str, *, frozen: bool) -> None:
+    # The guest does it, for which a machine of batch has to get time.
+    with translated(f"{doing} '{box.id}'"), steps.classes.not_starved(steps.cgroup(box)):
         async with asyncio.timeout(_FREEZE_S):
             await _link(box, doing).machine.freeze(frozen=frozen)
 

@@ -134,7 +134,8 @@ async def _still(steps: MicrovmSteps, box: Box, doing: str, *, paused: bool) -> 
     link, place = box.link, steps.place(box)
     if link is None:
         raise errors.SandboxLost(f"{doing} '{box.id}': its agent does not answer", retryable=True)
-    await link.machine.freeze(frozen=True, settle=True)
+    with steps.classes.not_starved(steps.cgroup(box)):
+        await link.machine.freeze(frozen=True, settle=True)
     try:
         await steps.driver.pause(place)
         try:

@@ -13,10 +13,10 @@ import os
 import shutil
 from pathlib import Path
 
-from dsecd.backends import machines, network, oci
+from dsecd.backends import classes, machines, network, oci
 from dsecd.backends.agentlink.link import connect_socket
 from dsecd.backends.base import Box, Site, translated
-from dsecd.backends.limits import DEFAULT_PIDS_MAX, LimitWriter
+from dsecd.backends.limits import DEFAULT_PIDS_MAX
 from dsecd.backends.machine_host import MachineHost
 from dsecd.backends.machine_network import MachineNetwork
 from dsecd.backends.microvm_disks import BOOT_FILES, NOTED, MicrovmDisks
@@ -25,7 +25,7 @@ from dsecd.linux import cgroup, mountns
 from dsecd.vmm.base import Machine, Place, Snapshot
 from dsecd.vmm.guest import Boot
 from libdsec import errors
-from libdsec.types import Limits
+from libdsec.types import Limits, SandboxSpec
 
 _CGROUP_PREFIX = "vm-"
 _GREET_S = 60.0  # an emulated guest on a busy host is slow
@@ -43,32 +43,35 @@ class MicrovmSteps:
         self.disks = MicrovmDisks(site)
         self._runs = site.runtime_dir / "vms"
         self._runs.mkdir(mode=0o700, parents=True, exist_ok=True)
-        cgroup.create(site.cgroup_dir)
+        self.classes = classes.shared(site)
         self.host = MachineHost(site)
         self.driver = self.host.driver
         self.network = MachineNetwork(network.shared(site))
-        self._limits = LimitWriter(site.cgroup_dir, site.state_dir)
+        self._limits = self.classes.limits
         # A boot is work for a processor from its beginning to its end: more at once only get slower.
         self._launches = asyncio.Semaphore(max(2, os.cpu_count() or 1))
         self._threads = mountns.FreshThreads()
 
-    def check(self, limits: Limits) -> list[str]:
-        """Raise for what is asked for and cannot be had here; nothing is off by default."""
-        self._limits.check(machines.asked_of_host(limits))
-        return []
+    def check(self, spec: SandboxSpec) -> list[str]:
+        """Raise for what is asked for and cannot be had here; name the defaults that are off."""
+        self._limits.check(machines.asked_of_host(spec.limits))
+        return [*self.host.check_profile(network=spec.network != "none"), *self.classes.check(spec)]
 
     def residents(self) -> set[str]:
         found = {path.name for place in (self.disks.directory, self._runs) for path in place.iterdir()}
-        groups = {path.name for path in cgroup.children(self._site.cgroup_dir)}
+        groups = self.classes.groups()
         found |= {name.removeprefix(_CGROUP_PREFIX) for name in groups if name.startswith(_CGROUP_PREFIX)}
         return found | self.driver.residents() | self.network.names()
 
     def cgroup(self, box: Box) -> Path:
         """The cgroup of everything of the box; the monitor is in its child ``run``."""
-        return self._site.cgroup_dir / f"{_CGROUP_PREFIX}{box.id}"
+        return self.classes.group(box, f"{_CGROUP_PREFIX}{box.id}")
 
     def place(self, box: Box) -> Place:
-        return Place(id=box.id, rundir=self._runs / box.id, cgroup=self.cgroup(box) / "run", uid=box.uid_base)
+        return Place(
+            id=box.id, rundir=self._runs / box.id, cgroup=self.cgroup(box) / "run", uid=box.uid_base,
+            profile=box.profile,
+        )  # fmt: skip
 
     def last_words(self, box: Box) -> str:
         return self.driver.last_words(self.place(box))
@@ -82,6 +85,7 @@ class MicrovmSteps:
 
     async def make_cgroup(self, box: Box) -> None:
         with translated(f"start '{box.id}'"):
+            self.classes.prepare(box)
             await in_thread(cgroup.create, self.cgroup(box) / "run")
 
     async def remove_cgroup(self, box: Box) -> None:
@@ -97,9 +101,11 @@ class MicrovmSteps:
     async def launch(self, box: Box) -> None:
         with translated(f"start '{box.id}'"):
             machine = await in_thread(self._machine, box)
+            box.profile = self.host.profile(network=bool(machine.nics))
             restore = None if box.origin is None else Snapshot(box.origin / "state", box.origin / "memory")
             async with self._launches:
-                await in_thread(self.driver.start, self.place(box), machine, restore, executor=self._threads)
+                with self.classes.not_starved(self.cgroup(box)):
+                    await in_thread(_start, self, box, machine, restore, executor=self._threads)
             self.network.let_go(box)
 
     def _machine(self, box: Box) -> Machine:
@@ -127,13 +133,16 @@ class MicrovmSteps:
         with translated(f"end '{box.id}'"):
             if cgroup.populated(self.cgroup(box)):
                 await in_thread(cgroup.kill, self.cgroup(box))
-        if not await cgroup.wait_empty(self.cgroup(box), _KILL_TIMEOUT_S):
+        with self.classes.not_starved(self.cgroup(box)):
+            ended = await cgroup.wait_empty(self.cgroup(box), _KILL_TIMEOUT_S)
+        if not ended:
             raise errors.TimedOut(
                 f"end '{box.id}': its monitor still lives {_KILL_TIMEOUT_S:g} s after SIGKILL (stuck in the kernel?)",
                 hint="delete it again later; its resources stay reserved until then",
             )
         with translated(f"end '{box.id}'"):
             await in_thread(self.driver.forget, self.place(box))
+        self.classes.cookies.forget(box)
         box.process = None
 
     async def identify_and_connect(self, box: Box) -> None:
@@ -157,11 +166,14 @@ class MicrovmSteps:
             await link.close()
 
     async def reconnect(self, box: Box) -> None:
+        self.classes.restore(self.cgroup(box))
+        if box.process is not None:
+            self.classes.cookies.worn(box, box.process.pid)
         await self._connect(box, _RECONNECT_S, told=True)
 
     async def _connect(self, box: Box, timeout_s: float, *, told: bool) -> None:
         """``told``: it knows already who it is."""
-        with translated(f"connect to the agent of '{box.id}'"):
+        with translated(f"connect to the agent of '{box.id}'"), self.classes.not_starved(self.cgroup(box)):
             if box.origin is not None:
                 await self.driver.resume(self.place(box))
             sock = await self.driver.dial(self.place(box), timeout_s)
@@ -175,8 +187,9 @@ class MicrovmSteps:
                 await box.link.machine.freeze(frozen=False)
 
     async def apply_limits(self, box: Box) -> None:
-        with translated(f"limit '{box.id}'"):
-            await self._limits.apply(self.cgroup(box), machines.host_limits(box.spec.limits, self._settings))
+        with translated(f"limit '{box.id}'"), self.classes.not_starved(self.cgroup(box)):
+            limits = machines.host_limits(box.spec.limits, self._settings)
+            await self._limits.apply(self.cgroup(box), limits, divided=False)
 
     async def change_limits(self, box: Box, limits: Limits) -> None:
         old = box.spec.limits
@@ -187,4 +200,13 @@ class MicrovmSteps:
             if limits.pids_max != old.pids_max:
                 await box.link.machine.limit_pids(limits.pids_max or DEFAULT_PIDS_MAX)
             before, after = (machines.host_limits(one, self._settings) for one in (old, limits))
-            await self._limits.change(self.cgroup(box), before, after)
+            await self._limits.change(self.cgroup(box), before, after, divided=False)
+
+
+def _start(steps: MicrovmSteps, box: Box, machine: Machine, restore: Snapshot | None) -> None:
+    """Blocks. Runs in one of mountns.FreshThreads, which it changes: what it starts inherits its cookie, and so do all
+    threads of the monitor."""
+    steps.classes.cookies.put_on(box)
+    steps.driver.start(steps.place(box), machine, restore)
+    if (process := steps.driver.process(steps.place(box))) is not None:
+        steps.classes.cookies.worn(box, process.pid)

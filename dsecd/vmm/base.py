@@ -53,6 +53,7 @@ class Place:
     rundir: Path  # its own directory, 0700 and root's, made and removed by the caller: sockets, logs, pid
     cgroup: Path  # exists; the monitor is started in it
     uid: int  # user and group of the monitor, nobody else's
+    profile: str = ""  # the AppArmor profile, loaded, that a driver which confines its monitors puts them under
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,11 @@ class Driver(Protocol):
         The target's files do not exist before; their directory is root's alone. Returns what ``likeness`` was when
         the machine was started. A full disk is an OSError that says so.
         """
+        ...
+
+    def confines(self, *, network: bool) -> bool:
+        """Whether machines, with or without a ``network`` device, run under their place's ``profile``. May
+        block for a moment the first time."""
         ...
 
     def likeness(self, *, network: bool) -> Mapping[str, str]:

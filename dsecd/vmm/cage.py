@@ -119,8 +119,10 @@ def _configuration(
         "destination": "/dev", "type": "tmpfs", "source": "tmpfs",
         "options": ["nosuid", "noexec", "mode=755", "size=65536"],
     }  # fmt: skip
+    # A profile is chosen by writing there; once it is, the profile lets nobody write.
+    writing = [] if place.profile else ["ro"]
     proc_fs = {
-        "destination": "/proc", "type": "proc", "source": "proc", "options": ["nosuid", "noexec", "nodev", "ro"],
+        "destination": "/proc", "type": "proc", "source": "proc", "options": ["nosuid", "noexec", "nodev", *writing],
     }  # fmt: skip
     return {
         "ociVersion": "1.0.2",
@@ -132,6 +134,7 @@ def _configuration(
             "cwd": "/",
             "capabilities": {},
             "noNewPrivileges": True,
+            **({"apparmorProfile": place.profile} if place.profile else {}),
             "rlimits": [
                 {"type": "RLIMIT_NOFILE", "soft": _OPEN_FILES, "hard": _OPEN_FILES},
                 {"type": "RLIMIT_CORE", "soft": 0, "hard": 0},

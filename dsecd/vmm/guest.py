@@ -26,7 +26,7 @@ from dsecd.linux import cpio
 _OWN = Path("/usr/lib/dsec/guest-kernel/vmlinux")
 _DEBIAN = "vmlinuz-*-cloud-amd64"
 #: Drivers that a guest of ours uses; those that a kernel has built in are left out.
-_MODULES = (
+MODULES = (
     "virtio_pci", "virtio_console", "virtio_blk", "virtio_balloon", "virtio_pmem", "nd_pmem", "ext4",
     "erofs", "overlay", "zram", "virtio_net", "vmw_vsock_virtio_transport",
 )  # fmt: skip
@@ -108,7 +108,7 @@ def _initramfs(program: bytes, modules: Path | None) -> bytes:
     archive.file("init", program, mode=0o755)
     if modules is not None:
         archive.directory("modules")
-        for number, (name, content) in enumerate(with_dependencies(modules, _MODULES).items()):
+        for number, (name, content) in enumerate(with_dependencies(modules, MODULES).items()):
             archive.file(f"modules/{number:03}-{name}.ko", content)
     archive.end()
     return output.getvalue()

@@ -58,6 +58,10 @@ class Other:
     async def save(self, *_: Any) -> Any: ...
     async def memory(self, *_: Any) -> Any: ...
 
+    def confines(self, *, network: bool) -> bool:
+        del network
+        return True
+
     def likeness(self, *, network: bool) -> dict[str, str]:
         return {"monitor": self.name, "network": str(network)}
 

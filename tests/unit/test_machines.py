@@ -11,7 +11,7 @@ from dsecd.backends.base import MachineSettings
 from dsecd.vmm.base import Machine
 from dsecd.vmm.guest import Boot
 from libdsec.errors import FeatureMissing, InvalidSpec
-from libdsec.types import Limits, SandboxSpec
+from libdsec.types import AppArmor, Limits, SandboxSpec
 
 SETTINGS = MachineSettings(memory_bytes=512 << 20, vcpus=2)
 
@@ -62,5 +62,5 @@ def test_limits_of_a_command_are_attributes_in_the_guest() -> None:
 
 
 def test_what_only_containers_have_is_refused_by_name() -> None:
-    with pytest.raises(FeatureMissing, match=r"spec.cpu_class"):
-        machines.check(spec().model_copy(update={"cpu_class": "batch"}))
+    with pytest.raises(FeatureMissing, match=r"spec.apparmor"):
+        machines.check(spec().model_copy(update={"apparmor": AppArmor(deny_write=("/etc",))}))
