@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import os
 import posixpath
+import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 
 from libdsec import connection as c
 from libdsec import types as t
 from libdsec._async.contents import AsyncContents
-from libdsec._async.primitives import Crew, in_thread
-from libdsec.errors import AlreadyExists, DsecError, RequestError
+from libdsec._async.primitives import Crew, in_thread, sleep
+from libdsec.errors import AlreadyExists, ConnectionFailed, DsecError, RequestError
 from libdsec.local import Entry, Target, Tree, TreeReport, escapes, safe_name, walk
 from libdsec.options import guest_path
 
@@ -105,11 +106,19 @@ class AsyncFiles(AsyncContents):
         report.add_file(info.size_bytes)
 
     async def _make_directory(self, path: str, mode: int, user: str | None, parents: bool) -> None:  # noqa: FBT001
-        try:
-            await self.mkdir(path, mode=mode, umask=0, parents=parents, user=user)
-        except AlreadyExists:
-            if (await self.stat(path, user=user, follow=True)).type != "directory":
-                raise
+        began = time.monotonic()
+        while True:
+            try:
+                await self.mkdir(path, mode=mode, umask=0, parents=parents, user=user)
+                return
+            except AlreadyExists:
+                if (await self.stat(path, user=user, follow=True)).type != "directory":
+                    raise
+                return
+            except ConnectionFailed:  # repeated though it may have been heard: here one that is there is as good
+                if time.monotonic() > began + self.client.retry_s:
+                    raise
+            await sleep(0.1)
 
     async def _make_links(self, path: str, links: list[Entry], user: str | None, report: TreeReport) -> None:
         # The API has no call that makes a symlink, so the sandbox's own ln does.

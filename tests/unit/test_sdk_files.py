@@ -287,6 +287,17 @@ def test_what_cannot_be_read_here_is_told_and_the_rest_is_uploaded(
         sandbox.put_tree(closed, "/u")
 
 
+def test_an_upload_of_a_tree_goes_on_when_the_daemon_goes_while_a_directory_is_made(
+    sandbox: Sandbox, daemon: FakeDaemon, box: Box, tmp_path: Path
+) -> None:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "f").write_text("f")
+    daemon.faults["mkdir"] = ["cut", None, "lose", None, "cut"]
+    report = sandbox.put_tree(tmp_path, "/t")
+    assert {"/t", "/t/d", "/t/d/f"} <= set(box.files)
+    assert (report.files, report.directories, report.skipped) == (1, 1, [])
+
+
 def test_put_chooses_by_what_it_is_given(sandbox: Sandbox, box: Box, tmp_path: Path) -> None:
     (tmp_path / "f").write_text("f")
     sandbox.put(tmp_path / "f", "/g")
