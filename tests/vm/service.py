@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The installed daemon as the host around it sees it: systemd's word, the kernel's cgroups and processes, the API bare.
 
-Here: looking, with nothing of ours in between, so that what the daemon says can be compared. Not here: installing it
-(``packages.py``), tests.
+Here: looking and asking, with nothing of ours in between, so that what the daemon says can be compared. Not here:
+installing it (``packages.py``), tests.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from tests.vm.host import VmHost
+from tests.vm.packages import IMAGE
 
 #: Prints pid and start time of each process below the cgroup it is given.
 _PROCESSES = (
@@ -44,15 +47,34 @@ class Service:
         shown = self.vm.run(["systemctl", "show", unit, *(f"--property={name}" for name in names)]).text
         return dict(line.split("=", 1) for line in shown.splitlines())
 
-    def api(self, path: str) -> dict[str, object]:
-        """An answer of the daemon's, without any program of ours in between."""
+    def api(self, path: str, body: Mapping[str, object] | None = None, *, method: str = "") -> dict[str, object]:
+        """An answer of the daemon's, without any program of ours in between: a start of dsecctl takes seconds here.
+
+        With a ``body`` it is sent by POST, if no other method is named.  Raises CommandFailed with the answer.
+        """
+        words = ["--request", method] if method else []
+        words += ["--header", "Content-Type: application/json", "--data-binary", "@-"] if body is not None else []
         answer = self.vm.run(
-            ["curl", "--silent", "--fail", "--max-time", str(_READY_S), "--unix-socket", "/run/dsec/dsecd.sock",
-             f"http://d{path}"], timeout_s=_READY_S,
+            ["curl", "--silent", "--show-error", "--fail-with-body", "--max-time", str(_READY_S), *words,
+             "--unix-socket", "/run/dsec/dsecd.sock", f"http://d{path}"],
+            stdin=b"" if body is None else json.dumps(body).encode(), timeout_s=_READY_S + 10,
         ).text  # fmt: skip
         loaded = json.loads(answer)
         assert isinstance(loaded, dict)
         return loaded
+
+    def create(self, name: str, **spec: object) -> None:
+        """Make a sandbox of packages.IMAGE and start it."""
+        self.api("/v1/sandboxes", {"id": name, "spec": {"image": IMAGE, **spec}})
+
+    def delete(self, name: str) -> None:
+        """Delete a sandbox."""
+        self.api(f"/v1/sandboxes/{name}", method="DELETE")
+
+    def execute(self, sandbox: str, *argv: str) -> tuple[object, str]:
+        """A command in a sandbox: its exit status, None when it has none, and its output."""
+        done = self.api(f"/v1/sandboxes/{sandbox}/execs", {"argv": argv})
+        return done["exit_code"], base64.b64decode(str(done["stdout"])).decode()
 
     def part(self) -> str:
         """The unit's part of the cgroup tree."""

@@ -4,11 +4,11 @@ life of a daemon, from its death to the package's removal. They run in this orde
 
 import json
 import statistics
-import time
 
 from tests.vm import packages
 from tests.vm.host import VmHost
 from tests.vm.inside import run_pytest
+from tests.vm.service import Service
 
 #: Runs in the guest with the installed daemon's code: what its steps cost, in milliseconds.
 _TIMES = """
@@ -41,23 +41,10 @@ def _loaded(vm: VmHost) -> set[str]:
     return {line.split(" ")[0] for line in vm.read(_PROFILES).decode().splitlines()}
 
 
-def _profile(vm: VmHost, sandbox: str) -> str:
-    name = json.loads(vm.run(["dsecctl", "--json", "inspect", sandbox]).text)["apparmor_profile"]
+def _profile(service: Service, sandbox: str) -> str:
+    name = service.api(f"/v1/sandboxes/{sandbox}")["apparmor_profile"]
     assert isinstance(name, str)
     return name
-
-
-def _main_pid(vm: VmHost) -> str:
-    return vm.run(["systemctl", "show", "--value", "--property=MainPID", "dsecd.service"]).text.strip()
-
-
-def _kill_daemon(vm: VmHost) -> None:
-    old = _main_pid(vm)
-    vm.run(["kill", "-9", old])
-    deadline = time.monotonic() + 120
-    while _main_pid(vm) in ("0", old) or not vm.run(["systemctl", "is-active", "dsecd.service"], check=False).ok:
-        assert time.monotonic() < deadline
-        time.sleep(0.5)
 
 
 def test_root_inside_is_denied_and_work_goes_on(dsec_vm: VmHost) -> None:
@@ -73,49 +60,50 @@ def test_loading_takes_milliseconds_and_compiling_longer(dsec_vm: VmHost) -> Non
 
 
 def test_profiles_outlive_the_daemon_as_long_as_somebody_needs_them(dsec_vm: VmHost) -> None:
-    vm = dsec_vm
+    vm, service = dsec_vm, Service(dsec_vm)
     vm.run(["dsecctl", "create", "--name", "kept", "--deny-write", "/etc/skel", packages.IMAGE])
-    name = _profile(vm, "kept")
+    name = _profile(service, "kept")
     prefix = name.rpartition("-")[0]
     for other in (f"{prefix}-ofnobody", "of-somebody-else"):
         vm.run(["sh", "-euc", 'printf "profile %s { }" "$0" | apparmor_parser --quiet --skip-cache', other])
     assert {name, f"{prefix}-ofnobody", "of-somebody-else"} <= _loaded(vm)
-    _kill_daemon(vm)
+    old = service.main_pid()
+    vm.run(["kill", "-9", old])
+    service.wait_for_new_daemon(old)
     assert _loaded(vm) >= {name, "of-somebody-else", "dsec-sandbox", "dsecd"}
     assert f"{prefix}-ofnobody" not in _loaded(vm)
-    assert _profile(vm, "kept") == name
-    for command, status in (("touch /etc/skel/x", 1), ("touch /etc/x", 0)):
-        assert vm.run(["dsecctl", "exec", "kept", "sh", "-c", command], check=False).status == status
+    assert _profile(service, "kept") == name
+    for path, status in (("/etc/skel/x", 1), ("/etc/x", 0)):
+        assert service.execute("kept", "touch", path) == (status, "")
     vm.run(["systemctl", "restart", "dsecd.service"])
     assert name in _loaded(vm)
-    vm.run(["dsecctl", "rm", "kept"])
+    service.delete("kept")
     assert name not in _loaded(vm)
 
 
 def test_off_confines_nobody_and_says_so(dsec_vm: VmHost) -> None:
-    vm = dsec_vm
+    vm, service = dsec_vm, Service(dsec_vm)
     raw = ["perl", "-e", "socket S, 2, 3, 1 or exit 1"]
-    vm.run(["dsecctl", "create", "--name", "confined", packages.IMAGE])
+    service.create("confined")
     vm.write("/etc/dsec/dsecd.toml.d/apparmor.toml", b'apparmor = "off"\n')
     vm.run(["systemctl", "restart", "dsecd.service"])
-    vm.run(["dsecctl", "create", "--name", "free", packages.IMAGE])
-    told = json.loads(vm.run(["dsecctl", "--json", "inspect", "free"]).text)
-    assert (told["apparmor_profile"], "apparmor" in told["off"]) == ("unconfined", True)
+    service.create("free")
+    told = service.api("/v1/sandboxes/free")
+    assert (told["apparmor_profile"], "apparmor" in str(told["off"])) == ("unconfined", True)
     # The same program, in a sandbox that is confined since before and in one that is not.
-    assert vm.run(["dsecctl", "exec", "confined", *raw], check=False).status == 1
-    assert vm.run(["dsecctl", "exec", "free", *raw], check=False).status == 0
+    assert service.execute("confined", *raw) == (1, "")
+    assert service.execute("free", *raw) == (0, "")
     refused = vm.run(["dsecctl", "create", "--deny-write", "/srv", packages.IMAGE], check=False)
     assert (refused.status, "confine by AppArmor: it is off" in refused.stderr.decode()) == (6, True)
     vm.write("/etc/dsec/dsecd.toml.d/apparmor.toml", b'apparmor = "require"\n')
     vm.run(["systemctl", "restart", "dsecd.service"])
-    assert vm.run(["dsecctl", "--json", "host"]).ok
-    vm.run(["dsecctl", "rm", "free"])
+    assert service.api("/v1/version")
 
 
 def test_purge_takes_all_profiles_off_though_sandboxes_run(dsec_vm: VmHost) -> None:
-    vm = dsec_vm
-    vm.run(["dsecctl", "create", "--name", "last", "--deny-write", "/etc/skel", packages.IMAGE])
-    name = _profile(vm, "last")
+    vm, service = dsec_vm, Service(dsec_vm)
+    service.create("last", apparmor={"deny_write": ["/etc/skel"]})
+    name = _profile(service, "last")
     assert {name, "dsecd", "dsec-sandbox"} <= _loaded(vm)
     packages.purge(vm)
     left = {found for found in _loaded(vm) if found.startswith("dsec")}

@@ -4,6 +4,7 @@
 The world that is asked is a network namespace of the guest's. The tests run in this order.
 """
 
+import base64
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -51,9 +52,9 @@ def _wait(condition: Callable[[], bool], what: str, timeout_s: float = 180.0) ->
 
 
 def _inside(vm: VmHost, *steps: str) -> list[str]:
-    """What each line of shell in the sandbox prints, in one command: each costs seconds on an emulated processor."""
-    done = vm.run(["dsecctl", "exec", "named", "bash", "-c", "; echo; ".join(steps)], check=False)
-    return [line for line in done.text.splitlines() if line]
+    """What each line of shell in the sandbox prints, in one command."""
+    _, said = Service(vm).execute("named", "bash", "-c", "; echo; ".join(steps))
+    return [line for line in said.splitlines() if line]
 
 
 def _resolve(name: str) -> str:
@@ -117,15 +118,22 @@ def test_names_resolve_and_open_what_they_lead_to(host: VmHost) -> None:
 
 def test_names_go_on_while_the_daemon_is_killed(host: VmHost) -> None:
     service, pid = Service(host), _main_pid(host)
-    host.run(["dsecctl", "exec", "--detach", "--id", "asking", "named", "sh", "-c", _ASKING])
+    service.api("/v1/sandboxes/named/execs/start", {"exec_id": "asking", "argv": ["sh", "-c", _ASKING]})
     old = service.main_pid()
     assert _connections(host) == 1
     host.run(["kill", "-9", old])
     service.wait_for_new_daemon(old)
     assert _main_pid(host) == pid
     _wait(lambda: _connections(host) == 2, "dsec-dns has not come back to the daemon")
-    said = host.run(["dsecctl", "logs", "named", "asking"]).text.splitlines()
-    assert len(said) > 3 and set(said) == {"known"}
+    said: list[str] = []
+
+    def has_asked_again() -> bool:
+        output = service.api("/v1/sandboxes/named/execs/asking/output")["data"]
+        said[:] = base64.b64decode(str(output)).decode().splitlines()
+        return len(said) > 3
+
+    _wait(has_asked_again, "the sandbox asks no more")
+    assert set(said) == {"known"}
 
 
 def test_without_dsec_dns_nothing_opens_until_systemd_has_started_it_again(host: VmHost) -> None:
@@ -156,11 +164,12 @@ def test_the_daemon_stops_at_once_though_dsec_dns_stays(host: VmHost) -> None:
 
 def test_profiles_deny_nothing_of_it(host: VmHost) -> None:
     """All that a network takes (devices, packet rules, programs in the kernel, ports in) was confined, and worked."""
-    confined = host.run(["cat", f"/proc/{Service(host).main_pid()}/attr/current"]).text
+    service = Service(host)
+    confined = host.run(["cat", f"/proc/{service.main_pid()}/attr/current"]).text
     assert confined.startswith("dsecd (enforce)")
-    host.run(["dsecctl", "update", "--network", "none", "named"])
-    host.run(["dsecctl", "update", "--network", "all", "named"])
-    host.run(["dsecctl", "rm", "named"])
+    for policy in ("none", "all"):
+        service.api("/v1/sandboxes/named", {"network": policy}, method="PATCH")
+    service.delete("named")
     said = host.run(["journalctl", "--dmesg", "--no-pager", "--grep=apparmor"], check=False).text
     # The control: the kernel's messages about profiles are there.
     assert 'operation="profile_load"' in said
