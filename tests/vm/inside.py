@@ -20,6 +20,7 @@ from tests.vm.host import VmHost
 from tests.vm.image import CHECKOUT
 
 _HERE = Path(__file__).with_name("inside")
+_SUPPORT = Path(__file__).resolve().parents[1] / "support"
 _OPTIONS = (
     "-p", "no:cacheprovider", "-o", "junit_family=xunit2", "-o", "filterwarnings=error", "--strict-markers", "-ra",
     "--tb=short",
@@ -49,13 +50,17 @@ class Report:
 
 
 def run_pytest(
-    vm: VmHost, file: str, *, only: str = "", may_skip: Mapping[str, str] | None = None, timeout_s: float = 900.0
-) -> Report:
+    vm: VmHost, file: str, *, only: str = "", support: Sequence[str] = (),
+    may_skip: Mapping[str, str] | None = None, timeout_s: float = 900.0,
+) -> Report:  # fmt: skip
     """Run one file of ``inside/`` in the guest, or one test of it, against the installed SDK and daemon.
 
-    ``may_skip``: tests that may be skipped, with a part of the reason that they then give.  Raises InsideFailed.
+    ``support``: modules of tests/support that it imports. ``may_skip``: tests that may be skipped, with a part of the
+    reason that they then give.  Raises InsideFailed.
     """
     path = vm.put(_HERE / file, "/root/inside")
+    for name in ("__init__", *support) if support else ():
+        vm.put(_SUPPORT / f"{name}.py", "/root/inside/tests/support")
     return _run(vm, [*_OPTIONS, f"{path}::{only}" if only else path], {}, may_skip or {}, timeout_s)
 
 
