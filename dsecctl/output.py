@@ -8,6 +8,7 @@ Here: writing to the terminal, also what became of many things. Not here: what i
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -101,21 +102,46 @@ def note(app: App, text: str) -> None:
         click.echo(text, err=True)
 
 
-def collect(names: Sequence[str], action: Callable[[str], R]) -> tuple[list[R], DsecError | None]:
-    """What came of each, also when one fails, and the first error, for the caller to raise; the others are said."""
+def collect(names: Sequence[str], action: Callable[[str], R], *, at_once: int = 1) -> tuple[list[R], DsecError | None]:
+    """What came of each, also when one fails, and the first error, for the caller to raise; the others are said.
+
+    Both in the order of the names, however many are under way at once, in threads. What is no DsecError ends it all.
+    """
+    outcomes: dict[int, R | Exception] = {}
+    waiting = iter(list(enumerate(names)))
+
+    def work() -> None:
+        for number, name in waiting:
+            try:
+                outcomes[number] = action(name)
+            except DsecError as exc:
+                outcomes[number] = exc
+            except Exception as exc:  # noqa: BLE001  raised below
+                outcomes[number] = exc
+                return
+
+    # Daemons: one that hangs must not keep an interrupted command from ending.
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(at_once, len(names)) - 1)]
+    for thread in threads:
+        thread.start()
+    work()
+    for thread in threads:
+        thread.join()
     failure: DsecError | None = None
     results = []
-    for name in names:
-        try:
-            results.append(action(name))
-        except DsecError as exc:
-            if failure is not None:
-                click.echo(f"dsecctl: {printable(exc.message)}", err=True)
-            failure = failure or exc
+    for _, outcome in sorted(outcomes.items(), key=lambda item: item[0]):
+        if not isinstance(outcome, Exception):
+            results.append(outcome)
+        elif not isinstance(outcome, DsecError):
+            raise outcome
+        elif failure is None:
+            failure = outcome
+        else:
+            click.echo(f"dsecctl: {printable(outcome.message)}", err=True)
     return results, failure
 
 
-def each(app: App, names: Sequence[str], action: Callable[[str], BaseModel | None]) -> None:
+def each(app: App, names: Sequence[str], action: Callable[[str], BaseModel | None], *, at_once: int = 1) -> None:
     """Do it to each of what was named, also when one fails; the first error is the command's, the others are said."""
 
     def one(name: str) -> BaseModel | None:
@@ -124,7 +150,7 @@ def each(app: App, names: Sequence[str], action: Callable[[str], BaseModel | Non
             click.echo(name)
         return result
 
-    results, failure = collect(names, one)
+    results, failure = collect(names, one, at_once=at_once)
     if app.json:
         done = [result for result in results if result is not None]
         document([result.model_dump(mode="json") for result in done] if done else {})

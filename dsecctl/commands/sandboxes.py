@@ -21,6 +21,8 @@ from libdsec.network import Policy
 
 _STATES = click.Choice([state.value for state in t.State])
 _one = click.argument("sandbox", type=SANDBOX)
+#: Of many sandboxes whose processes are to end, which may take each its time of grace.
+_AT_ONCE = 16
 _many = click.argument("sandboxes", type=SANDBOX, nargs=-1, required=True)
 
 
@@ -178,7 +180,8 @@ def resume(app: App, *, sandboxes: tuple[str, ...]) -> None:
 )
 def stop(app: App, *, sandboxes: tuple[str, ...], grace_s: float) -> None:
     """End all processes of sandboxes and keep their files."""
-    output.each(app, sandboxes, lambda id: app.client.stop(id, grace_s=grace_s))
+    client = app.client
+    output.each(app, sandboxes, lambda id: client.stop(id, grace_s=grace_s), at_once=_AT_ONCE)
 
 
 @command("start", example="dsecctl start web")
@@ -231,7 +234,7 @@ def rm(app: App, *, sandboxes: tuple[str, ...], everything: bool, labels: tuple[
             "missing argument 'SANDBOXES...', --label or --all", click.get_current_context()
         )
     missing = [] if everything or labels else [id for id in ids if not _exists(app, id)]
-    output.each(app, [id for id in ids if id not in missing], app.client.delete)
+    output.each(app, [id for id in ids if id not in missing], app.client.delete, at_once=_AT_ONCE)
     if missing:
         raise NotFound(f"rm '{missing[0]}': no such sandbox")
 

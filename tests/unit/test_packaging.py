@@ -96,9 +96,11 @@ def test_the_agent_lies_where_the_daemon_looks() -> None:
     assert f'"/{targets["dsec-agent"]}"' in (ROOT / "dsecd/config.py").read_text()
 
 
-@pytest.mark.parametrize("name", ["dsecd.prerm", "dsecd.postrm", "tests/smoke"])
-def test_scripts_parse(name: str) -> None:
-    assert subprocess.run(["dash", "-n", DEBIAN / name], check=False).returncode == 0
+@pytest.mark.parametrize(
+    "path", [DEBIAN / "dsecd.prerm", DEBIAN / "dsecd.postrm", DEBIAN / "tests/smoke", UNITS / "dsec-stop-all"]
+)
+def test_scripts_parse(path: Path) -> None:
+    assert subprocess.run(["dash", "-n", path], check=False).returncode == 0
 
 
 # --- the conffile ------------------------------------------------------------------------------------------------

@@ -208,9 +208,8 @@ def test_after_a_reboot_sandboxes_are_stopped_and_whole(with_sandbox: Installed)
     vm.reboot()
     listed = service.api("/v1/sandboxes")["sandboxes"]
     assert isinstance(listed, list)
-    assert {(box["id"], box["state"], box["reason"]) for box in listed} == {
-        (_SANDBOX, "failed", "host restarted"), (_PAUSED, "failed", "host restarted"),
-    }  # fmt: skip
+    # In good order, and not by whatever ends all processes of a host.
+    assert {(box["id"], box["state"]) for box in listed} == {(_SANDBOX, "stopped"), (_PAUSED, "stopped")}
     # Nothing but the files that they wrote.
     assert service.residue() == [f"file /var/lib/dsec/sandboxes/{name}" for name in sorted((_SANDBOX, _PAUSED))]
     for name in (_SANDBOX, _PAUSED):
