@@ -83,14 +83,12 @@ guest-kernel-deb: ## the same, packaged for hosts of microVMs, into build/guest-
 clean: ## remove what was built in the checkout; the cache of ./dev stays
 	rm -rf build dist *.egg-info
 
-# All parts run even when one fails; pytest has the last word on the screen. Beside the linters and the first tests, and
-# only with what time these leave, the machines of tests/vm are made, as long as we live; the tests tell if that fails.
+# All parts run even when one fails; pytest has the last word on the screen.
 inside-test:
-	@status=0; log="$$DSEC_DEV_CACHES/vm-prepare.log"; \
+	@status=0; \
 	$(MAKE) --no-print-directory agent || status=1; \
-	packaging/build-deb || status=1; \
-	setpriv --pdeathsig TERM python3 -m tests.vm.prepare >"$$log" 2>&1 & \
 	$(MAKE) --no-print-directory lint || status=1; \
+	packaging/build-deb || status=1; \
 	$(PYTEST) --durations=15 tests/unit tests/host tests/vm || status=1; \
 	[ $$status = 0 ] || echo "make test: failed, see above" >&2; \
 	exit $$status

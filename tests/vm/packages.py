@@ -105,12 +105,12 @@ def installed(kernel: Kernel, base: Image) -> Saved:
 
 def import_debian(vm: VmHost) -> None:
     """Give the daemon a minimal Debian as an image, IMAGE.  Raises CommandFailed."""
-    path = vm.put(slim_tar(), "/root/images")
+    path = vm.put(_slim_tar(), "/root/images")
     vm.run(["dsecctl", "image", "import", "--kind", "rootfs-tar", path, IMAGE], timeout_s=600)
     vm.run(["rm", path])
 
 
-def slim_tar() -> Path:
+def _slim_tar() -> Path:
     """A minimal Debian without what nobody reads in a test: half as many files to put, digest and store."""
     source = debian_tar()
     target = source.with_name(f"{source.stem}-slim-{_SLIM_FORM}.tar")
