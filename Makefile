@@ -10,7 +10,7 @@ PYTEST = python3 -m pytest --junit-xml="$$DSEC_DEV_CACHES/junit.xml"
 SHOW_KERNELS = DSEC_DEV_BIND="$${DSEC_DEV_BIND:-$(wildcard $(abspath $(CURDIR)/../shared/kernels))}"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-unit test-host test-vm lint bench bench-cpu bench-many bench-memory bench-microvm bench-soak bench-trees agent agent-check deb kernel guest-kernel-deb clean inside-test
+.PHONY: help demo test test-unit test-host test-vm lint bench bench-cpu bench-many bench-memory bench-microvm bench-soak bench-trees test-trace agent agent-check deb kernel guest-kernel-deb clean inside-test
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,6 +32,10 @@ test-host: ## tests against this machine's kernel
 test-vm: ## tests of the package on a Debian 13 with systemd, in a virtual machine
 	@$(INSIDE) deb
 	@$(SHOW_KERNELS) $(DEV) sh -c '$(PYTEST) tests/vm'
+
+test-trace: ## dsecctl trace with Debian's bcc on Debian's kernel; in a virtual machine, about a minute
+	@$(INSIDE) deb
+	@$(DEV) sh -c '$(PYTEST) -s tests/vm/check_trace.py'
 
 lint: ## ruff and mypy
 	@$(DEV) sh -c 'status=0; ruff check --quiet || status=1; \
