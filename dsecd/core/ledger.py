@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 import sqlite3
+from dataclasses import replace
 
 from dsecd.core import records
 from dsecd.core.events import Events
@@ -76,7 +77,9 @@ class Ledger:
 
     async def save(self, live: Live, *, durable: bool) -> None:
         """Bring its row up to date."""
-        row = records.frozen(live.record)
+        # Whatever was under way when its deletion was asked for, the next daemon is to go on with the deletion.
+        record = live.record if live.deletion is None else replace(live.record, intent="delete")
+        row = records.frozen(record)
         live.unsaved = True
         await self._store.write(functools.partial(records.save, row=row), durable=durable)
         live.unsaved = False

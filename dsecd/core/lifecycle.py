@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from dsecd.backends.base import translated
@@ -151,15 +151,16 @@ class Lifecycle:
             self.watch.stop(live)
             live.record.reason = reason
             live.record.intent = "delete"
-            # Its processes can go while the record is written; its files only afterwards.
-            await asyncio.gather(self._record_deletion(live), self._kill(live))
+            await self._record_deletion(live, self._ledger.to(live, State.DELETING, "sandbox.deleting"))
+            await self._kill(live)
             _raise_first(await self._remove(live, plan="delete"), f"delete '{live.id}'")
         finally:
             live.lock.release()
 
-    async def _record_deletion(self, live: Live) -> None:
+    async def _record_deletion(self, live: Live, writing: Awaitable[None]) -> None:
+        """To be done before anything of it ends: else a daemon that is killed now leaves what looks failed."""
         try:
-            await self._ledger.to(live, State.DELETING, "sandbox.deleting")
+            await writing
         except errors.DsecError as error:
             # On a full disk too: removing is what makes room.
             log.warning("sandbox=%s deletion not recorded before it begins: %s", live.id, error)
@@ -171,6 +172,8 @@ class Lifecycle:
 
     async def _seize(self, live: Live) -> None:
         """Take the lock from whatever holds it or waits for it to be free."""
+        if live.lock.locked():
+            await self._record_deletion(live, self._ledger.save(live, durable=False))
         while True:
             if live.lock.locked():
                 await self._kill(live)

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -346,16 +347,33 @@ def test_a_storm_of_calls_and_kills_loses_nothing(daemon: Daemon, client: Client
     for after_s in (0.4, 0.9, 1.3):
         asyncio.run(storm(after_s))
         daemon.start()
-        there = {sandbox.id: str(sandbox.state) for sandbox in client.list_all()}
+        found = list(client.list_all())
+        there = {sandbox.id: str(sandbox.state) for sandbox in found}
         assert acknowledged <= set(there)
         assert not deleted & set(there)
-        assert set(there.values()) <= {"running", "paused", "stopped"}
+        assert set(there.values()) <= {"running", "paused", "stopped"}, found
         for name, state in there.items():
             client.resume(name) if state == "paused" else client.start(name)
             assert sh(client, name, "echo alive") == "alive\n"
             client.delete(name)
         acknowledged.clear()
         assert daemon.residue() == []
+
+
+def test_a_deletion_ends_nothing_before_it_is_recorded(daemon: Daemon, client: Client) -> None:
+    """Else a daemon that is killed in between leaves what looks as if it had failed."""
+    client.create(spec(), id="recorded")
+    with ThreadPoolExecutor() as threads:
+        with closing(sqlite3.connect(daemon.state_dir / "state.db", isolation_level=None, timeout=60)) as db:
+            db.execute("BEGIN IMMEDIATE")  # from now on the daemon can write nothing
+            deleting = threads.submit(client.delete, "recorded")
+            with daemon.client() as other:
+                until(lambda: other.inspect("recorded").state == "deleting")
+            time.sleep(1)  # in which nothing is to happen
+            daemon.kill()
+        assert isinstance(deleting.exception(60), ConnectionFailed)
+    daemon.start()
+    assert sh(client, "recorded", "echo alive") == "alive\n"
 
 
 def test_a_cancelled_batch_tells_how_far_it_came(client: Client) -> None:
