@@ -10,7 +10,7 @@ PYTEST = python3 -m pytest --junit-xml="$$DSEC_DEV_CACHES/junit.xml"
 SHOW_KERNELS = DSEC_DEV_BIND="$${DSEC_DEV_BIND:-$(wildcard $(abspath $(CURDIR)/../shared/kernels))}"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-unit test-host test-vm lint bench bench-cpu bench-many bench-memory bench-microvm bench-soak bench-trees test-trace agent agent-check deb kernel guest-kernel-deb clean inside-test
+.PHONY: help demo test test-unit test-host test-vm lint bench bench-cpu bench-many bench-memory bench-microvm bench-soak bench-trees test-trace agent agent-check deb kernel guest-kernel-deb clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -20,7 +20,7 @@ demo: ## from nothing to commands in a sandbox, with a daemon killed in between
 	@$(DEV) demo/run
 
 test: ## everything: agent, linters, packages, unit and host tests, and the package in a virtual machine
-	@$(SHOW_KERNELS) $(INSIDE) inside-test
+	@$(SHOW_KERNELS) tests/run
 
 test-unit: ## tests that need no root rights
 	@$(DEV) sh -c '$(PYTEST) tests/unit'
@@ -86,13 +86,3 @@ guest-kernel-deb: ## the same, packaged for hosts of microVMs, into build/guest-
 
 clean: ## remove what was built in the checkout; the cache of ./dev stays
 	rm -rf build dist *.egg-info
-
-# All parts run even when one fails; pytest has the last word on the screen.
-inside-test:
-	@status=0; \
-	$(MAKE) --no-print-directory agent || status=1; \
-	$(MAKE) --no-print-directory lint || status=1; \
-	packaging/build-deb || status=1; \
-	$(PYTEST) --durations=15 tests/unit tests/host tests/vm || status=1; \
-	[ $$status = 0 ] || echo "make test: failed, see above" >&2; \
-	exit $$status
