@@ -93,11 +93,13 @@ class ExecStream:
 
     async def resize(self, rows: int, cols: int) -> None:
         with translate.execs(f"resize exec '{self.exec_id}'"):
-            await self._live.link("resize an exec of").resize(self.exec_id, rows, cols)
+            link = await self._live.link("resize an exec of")
+            await link.resize(self.exec_id, rows, cols)
 
     async def signal(self, signum: int, tree: bool) -> None:  # noqa: FBT001
         with translate.execs(f"signal exec '{self.exec_id}'"):
-            await self._live.link("signal an exec of").signal(self.exec_id, signum, tree=tree)
+            link = await self._live.link("signal an exec of")
+            await link.signal(self.exec_id, signum, tree=tree)
 
     async def detach(self) -> None:
         await self._channel.detach()
@@ -134,13 +136,14 @@ class Execs:
         else:
             assert request.attach is not None
             with translate.execs(f"attach to exec '{request.attach}' of '{sandbox_id}'"):
-                channel = await live.file_link("attach in").attach(
+                link = await live.file_link("attach in")
+                channel = await link.attach(
                     request.attach, offset_out=request.stdout_offset, offset_err=request.stderr_offset
                 )
         return ExecStream(live, channel)
 
     async def list(self, principal: Principal, sandbox_id: str) -> ExecList:
-        link = self._link(principal, sandbox_id, "list execs of")
+        link = await self._link(principal, sandbox_id, "list execs of")
         with translate.execs(f"list execs of '{sandbox_id}'"):
             return ExecList(execs=tuple(_info(record) for record in await link.list_execs()))
 
@@ -161,7 +164,7 @@ class Execs:
                 raise errors.TimedOut(f"wait for exec '{exec_id}' of '{sandbox_id}': still running after {wait_s:g} s")
             await asyncio.sleep(pause)
             pause = min(0.25, pause * 1.5)
-        link = self._link(principal, sandbox_id, "read an exec of")
+        link = await self._link(principal, sandbox_id, "read an exec of")
         with translate.execs(f"read exec '{exec_id}' of '{sandbox_id}'"):
             out, out_lost = await _held(link, exec_id, 1, max_output_bytes)
             err, err_lost = await _held(link, exec_id, 2, max_output_bytes)
@@ -178,7 +181,7 @@ class Execs:
         if stream not in _STREAMS:
             raise errors.InvalidSpec(f"read exec '{exec_id}': stream must be stdout or stderr, got '{stream}'")
         record = await self._record(principal, sandbox_id, exec_id, "read an exec of")
-        link = self._link(principal, sandbox_id, "read an exec of")
+        link = await self._link(principal, sandbox_id, "read an exec of")
         with translate.execs(f"read exec '{exec_id}' of '{sandbox_id}'"):
             peeked = await link.peek(exec_id, _STREAMS[stream], offset, limit)
         return ExecOutput.model_construct(
@@ -186,27 +189,27 @@ class Execs:
         )  # fmt: skip
 
     async def signal(self, principal: Principal, sandbox_id: str, exec_id: str, request: SignalRequest) -> None:
-        link = self._link(principal, sandbox_id, "signal an exec of")
+        link = await self._link(principal, sandbox_id, "signal an exec of")
         with translate.execs(f"signal exec '{exec_id}' of '{sandbox_id}'"):
             await link.signal(exec_id, request.signal, tree=request.tree)
 
     async def resize(self, principal: Principal, sandbox_id: str, exec_id: str, request: ResizeRequest) -> None:
-        link = self._link(principal, sandbox_id, "resize an exec of")
+        link = await self._link(principal, sandbox_id, "resize an exec of")
         with translate.execs(f"resize exec '{exec_id}' of '{sandbox_id}'"):
             await link.resize(exec_id, request.rows, request.cols)
 
     async def forget(self, principal: Principal, sandbox_id: str, exec_id: str) -> None:
-        link = self._link(principal, sandbox_id, "forget an exec of")
+        link = await self._link(principal, sandbox_id, "forget an exec of")
         with translate.execs(f"forget exec '{exec_id}' of '{sandbox_id}'"):
             await link.forget(exec_id)
 
     # --- parts -------------------------------------------------------------------------------------------------------
 
-    def _link(self, principal: Principal, sandbox_id: str, doing: str) -> AgentLink:
-        return self._registry.find(principal, sandbox_id, doing).file_link(doing)
+    async def _link(self, principal: Principal, sandbox_id: str, doing: str) -> AgentLink:
+        return await self._registry.find(principal, sandbox_id, doing).file_link(doing)
 
     async def _record(self, principal: Principal, sandbox_id: str, exec_id: str, doing: str) -> ExecRecord:
-        link = self._link(principal, sandbox_id, doing)
+        link = await self._link(principal, sandbox_id, doing)
         with translate.execs(f"{doing} '{sandbox_id}': exec '{exec_id}'"):
             found = await link.list_execs(exec_id)
         if not found:
@@ -214,7 +217,7 @@ class Execs:
         return found[0]
 
     async def _start(self, live: Live, request: ExecRequest, *, stdin: bool) -> ExecChannel:
-        link = live.link("exec in")
+        link = await live.link("exec in")
         exec_id = request.exec_id or f"x{secrets.token_hex(8)}"
         with translate.starting(f"exec in '{live.id}'", request.argv):
             return await link.start(live.start_request(request, exec_id, stdin_open=stdin), attach=True)

@@ -89,7 +89,7 @@ class Files:
         self, principal: Principal, sandbox_id: str, path: str, user: str | None, offset: int, length: int
     ) -> GetStream:
         doing = f"get '{path}' of '{sandbox_id}'"
-        link, user = self._link(principal, sandbox_id, "get a file of", path, user)
+        link, user = await self._link(principal, sandbox_id, "get a file of", path, user)
         with translate.files(doing):
             reader = link.get_file(path, user=user, offset=offset, length=length)
             info = await reader.open()
@@ -100,7 +100,7 @@ class Files:
         parents: bool, exclusive: bool, mtime_ns: int | None, part: str | None,
     ) -> PutStream:  # fmt: skip
         doing = f"put '{path}' into '{sandbox_id}'"
-        link, user = self._link(principal, sandbox_id, "put a file into", path, user)
+        link, user = await self._link(principal, sandbox_id, "put a file into", path, user)
         with translate.files(doing):
             writer = await link.put_file(
                 path, user=user, mode=mode, umask=umask, parents=parents, exclusive=exclusive, part=part,
@@ -112,21 +112,21 @@ class Files:
         self, principal: Principal, sandbox_id: str, path: str, user: str | None, part: str
     ) -> FileInfo:
         """How much of a resumable upload has arrived: ``size_bytes``."""
-        link, user = self._link(principal, sandbox_id, "look for a part in", path, user)
+        link, user = await self._link(principal, sandbox_id, "look for a part in", path, user)
         with translate.files(f"look for part '{part}' of '{path}' in '{sandbox_id}'"):
             return _info(await link.stat(f"{PurePosixPath(path).parent}/.dsec-{part}.part", user), _name(path))
 
     async def stat(
         self, principal: Principal, sandbox_id: str, path: str, user: str | None, *, follow: bool
     ) -> FileInfo:
-        link, user = self._link(principal, sandbox_id, "stat a file of", path, user)
+        link, user = await self._link(principal, sandbox_id, "stat a file of", path, user)
         with translate.files(f"stat '{path}' of '{sandbox_id}'"):
             return _info(await link.stat(path, user, follow=follow), _name(path))
 
     async def list_dir(
         self, principal: Principal, sandbox_id: str, path: str, user: str | None, cursor: str | None, limit: int
     ) -> FileList:
-        link, user = self._link(principal, sandbox_id, "list a directory of", path, user)
+        link, user = await self._link(principal, sandbox_id, "list a directory of", path, user)
         if cursor is not None and not (cursor.isascii() and cursor.isdecimal() and int(cursor) < 1 << 64):
             raise errors.InvalidSpec(f"list '{path}' of '{sandbox_id}': cursor '{cursor}' is not one this call gave")
         with translate.files(f"list '{path}' of '{sandbox_id}'"):
@@ -139,23 +139,23 @@ class Files:
     async def remove(
         self, principal: Principal, sandbox_id: str, path: str, user: str | None, *, recursive: bool
     ) -> None:
-        link, user = self._link(principal, sandbox_id, "remove a file of", path, user)
+        link, user = await self._link(principal, sandbox_id, "remove a file of", path, user)
         with translate.files(f"remove '{path}' of '{sandbox_id}'"):
             await link.remove(path, user, recursive=recursive)
 
     async def mkdir(self, principal: Principal, sandbox_id: str, request: MkdirRequest) -> None:
         path = request.fs_path
-        link, user = self._link(principal, sandbox_id, "make a directory in", path, request.user)
+        link, user = await self._link(principal, sandbox_id, "make a directory in", path, request.user)
         with translate.files(f"make '{path}' in '{sandbox_id}'"):
             await link.mkdir(path, user, request.mode, request.umask, parents=request.parents)
 
     async def rename(self, principal: Principal, sandbox_id: str, request: RenameRequest) -> None:
         path = request.fs_path
-        link, user = self._link(principal, sandbox_id, "rename a file of", path, request.user)
+        link, user = await self._link(principal, sandbox_id, "rename a file of", path, request.user)
         with translate.files(f"rename '{path}' of '{sandbox_id}'"):
             await link.rename(path, request.fs_target, user)
 
-    def _link(
+    async def _link(
         self, principal: Principal, sandbox_id: str, doing: str, path: str, user: str | None
     ) -> tuple[AgentLink, str]:
         live = self._registry.find(principal, sandbox_id, doing)
@@ -163,7 +163,7 @@ class Files:
             raise errors.InvalidSpec(
                 f"{doing} '{sandbox_id}': path must be absolute and shorter than 4,096 bytes: {path!r}"
             )
-        return live.file_link(doing), live.user(user, doing)
+        return await live.file_link(doing), live.user(user, doing)
 
 
 def _name(path: str) -> str:

@@ -20,6 +20,8 @@ from libdsec import errors
 from libdsec.types import ExecRequest, ImageInfo, SandboxSpec, State
 
 _UNLIMITED = (1 << 64) - 1
+#: How long a call waits for a sandbox that is being taken over; an agent that does not answer is given up before.
+_TAKEOVER_S = 60.0
 
 # include/uapi/asm-generic/resource.h
 _RLIMITS = {
@@ -65,6 +67,7 @@ class Live:
     watch_fd: int | None = None  # pidfd of its init, while watched
     deletion: asyncio.Task[None] | None = None
     creation: asyncio.Task[None] | None = None
+    takeover: asyncio.Task[None] | None = None  # from an earlier daemon; done once it is known what became of it
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -79,16 +82,23 @@ class Live:
     async def wait_change(self) -> None:
         await self._changed.wait()
 
-    def link(self, doing: str) -> AgentLink:
-        """The connection to its agent. Raises WrongState unless it runs, SandboxLost while the agent is unreachable."""
-        self.require(doing, State.RUNNING)
-        if self.box.link is None:
-            raise errors.SandboxLost(f"{doing} '{self.id}': its agent does not answer", retryable=True)
-        return self.box.link
+    async def link(self, doing: str) -> AgentLink:
+        """The connection to its agent, waited for while it is taken over from an earlier daemon.
 
-    def file_link(self, doing: str) -> AgentLink:
+        Raises WrongState unless it runs, SandboxLost while the agent is unreachable.
+        """
+        return await self._reached(doing, State.RUNNING)
+
+    async def file_link(self, doing: str) -> AgentLink:
         """As ``link``, also while it is paused: the agent itself is never frozen."""
-        self.require(doing, State.RUNNING, State.PAUSED)
+        return await self._reached(doing, State.RUNNING, State.PAUSED)
+
+    async def _reached(self, doing: str, *states: State) -> AgentLink:
+        self.require(doing, *states)
+        if self.box.link is None and self.takeover is not None:
+            # Whoever calls has just been told by nobody that there is another daemon: its commands ran all the time.
+            await asyncio.wait([self.takeover], timeout=_TAKEOVER_S)
+            self.require(doing, *states)
         if self.box.link is None:
             raise errors.SandboxLost(f"{doing} '{self.id}': its agent does not answer", retryable=True)
         return self.box.link

@@ -27,7 +27,7 @@ from libdsec.types import Finding, SandboxSpec, State
 log = logging.getLogger(__name__)
 
 #: How long the daemon waits with its first answer. An agent that does not answer is given up later than that, and must
-#: not keep the others' users waiting.
+#: not keep the others' users waiting. Calls to a sandbox that is not taken over by then wait for that (live.py).
 _PATIENCE_S = 3.0
 
 
@@ -71,7 +71,10 @@ async def reconcile(
         except Exception as error:
             log.warning("sandbox=%s could not be taken over: %s", live.id, error, exc_info=_bug(error))
 
-    work = [tasks.spawn(f"take over {live.id}", one(live)) for live in lives]
+    work = []
+    for live in lives:
+        live.takeover = tasks.spawn(f"take over {live.id}", one(live))
+        work.append(live.takeover)
     if work:
         _done, late = await asyncio.wait(work, timeout=_PATIENCE_S)
         if late:

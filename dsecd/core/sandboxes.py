@@ -141,7 +141,7 @@ class Sandboxes:
     async def usage(self, principal: Principal, sandbox_id: str) -> SandboxUsage:
         """Raises WrongState unless it runs or is paused, SandboxLost when its agent does not answer."""
         live = self._registry.find(principal, sandbox_id, "read the usage of")
-        link = live.file_link("read the usage of")
+        link = await live.file_link("read the usage of")
         with translate.execs(f"read the usage of '{sandbox_id}'"):
             told = await link.usage()
         counted = await asyncio.to_thread(live.backend.usage, live.box)

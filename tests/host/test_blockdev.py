@@ -9,7 +9,7 @@ from dsecd.linux import blockdev, proc
 
 
 def said(*argv: str) -> list[str]:
-    return proc.run_blocking(argv, timeout_s=10).stdout.decode().split()
+    return proc.run_blocking(argv, timeout_s=60).stdout.decode().split()
 
 
 def test_the_whole_disk_of_the_state_directory_is_found() -> None:

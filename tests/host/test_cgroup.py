@@ -54,7 +54,7 @@ def exists(pid: int) -> bool:
 
 
 def test_root_is_where_findmnt_sees_it() -> None:
-    done = proc.run_blocking(["findmnt", "-n", "-o", "TARGET", "-t", "cgroup2"], timeout_s=10)
+    done = proc.run_blocking(["findmnt", "-n", "-o", "TARGET", "-t", "cgroup2"], timeout_s=60)
     assert str(cgroup.root()) in done.stdout.decode().split("\n")
 
 
@@ -67,14 +67,14 @@ def test_create_makes_parents_and_may_be_repeated(group: Path) -> None:
 
 def test_delegate_gives_the_files_away_and_no_others(group: Path) -> None:
     cgroup.delegate(group, 100_000)
-    done = proc.run_blocking(["find", group, "-maxdepth", "1", "-uid", "100000", "-gid", "100000"], timeout_s=10)
+    done = proc.run_blocking(["find", group, "-maxdepth", "1", "-uid", "100000", "-gid", "100000"], timeout_s=60)
     names = {Path(line).name for line in done.stdout.decode().splitlines()}
     assert names == {group.name, "cgroup.procs", "cgroup.threads", "cgroup.subtree_control"}
     # What that user can do, and what not.
     as_user = ["setpriv", "--reuid=100000", "--regid=100000", "--clear-groups", "--"]
-    proc.run_blocking([*as_user, "mkdir", group / "inner"], timeout_s=10)
+    proc.run_blocking([*as_user, "mkdir", group / "inner"], timeout_s=60)
     with pytest.raises(proc.ProcessFailed):
-        proc.run_blocking([*as_user, "sh", "-c", f"echo 1 > {group}/cgroup.freeze"], timeout_s=10)
+        proc.run_blocking([*as_user, "sh", "-c", f"echo 1 > {group}/cgroup.freeze"], timeout_s=60)
 
 
 def test_processes_are_seen_where_they_are(group: Path) -> None:
@@ -107,22 +107,22 @@ def test_kill_ends_a_tree_that_ignores_signals_and_leaves_others_alone(group: Pa
     start(group / "victim", stubborn)
     other = start(group / "other")
     cgroup.kill(group / "victim")
-    assert asyncio.run(cgroup.wait_empty(group / "victim", 10))
+    assert asyncio.run(cgroup.wait_empty(group / "victim", 60))
     assert exists(other)
     assert cgroup.procs(group / "victim") == []
 
 
 def test_kill_reaches_frozen_processes(group: Path) -> None:
     pid = start(group)
-    assert asyncio.run(cgroup.freeze(group, 10))
+    assert asyncio.run(cgroup.freeze(group, 60))
     cgroup.kill(group)
-    assert asyncio.run(cgroup.wait_empty(group, 10))
+    assert asyncio.run(cgroup.wait_empty(group, 60))
     assert not exists(pid)
 
 
 def test_freeze_stops_and_thaw_resumes(group: Path) -> None:
     pid = start(group, "while :; do :; done")
-    assert asyncio.run(cgroup.freeze(group, 10))
+    assert asyncio.run(cgroup.freeze(group, 60))
     assert (group / "cgroup.events").read_text().split("\n")[1] == "frozen 1"
     before = cpu_ticks(pid)
     time.sleep(0.15)
@@ -136,7 +136,7 @@ def test_freeze_stops_and_thaw_resumes(group: Path) -> None:
 def test_thaw_below_a_frozen_parent_says_it_is_still_frozen(group: Path) -> None:
     cgroup.create(group / "inner")
     start(group / "inner")
-    assert asyncio.run(cgroup.freeze(group, 10))
+    assert asyncio.run(cgroup.freeze(group, 60))
     assert not asyncio.run(cgroup.thaw(group / "inner", 0.05))
     assert asyncio.run(cgroup.thaw(group))
 
@@ -156,7 +156,7 @@ def test_freezing_does_not_block_the_loop(group: Path) -> None:
                 await asyncio.sleep(0)
 
         task = asyncio.create_task(turn())
-        await cgroup.freeze(group, 10)
+        await cgroup.freeze(group, 60)
         assert not await cgroup.thaw(group / "inner", 0.1)
         task.cancel()
         await cgroup.thaw(group)
@@ -190,7 +190,7 @@ def test_remove_of_a_busy_group_is_bounded_and_names_a_pid(group: Path) -> None:
     with pytest.raises(OSError, match=rf"still busy after 0\.05 s, pids {pid}") as caught:
         cgroup.remove(group, timeout_s=0.05)
     assert caught.value.errno == errno.EBUSY
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
     assert not cgroup.try_remove(group)
     assert exists(pid)
 
@@ -269,7 +269,7 @@ def test_stat_counts_without_controllers(group: Path) -> None:
 
 
 def test_controllers_agree_with_the_file(group: Path) -> None:
-    text = proc.run_blocking(["cat", group / "cgroup.controllers"], timeout_s=10).stdout.decode()
+    text = proc.run_blocking(["cat", group / "cgroup.controllers"], timeout_s=60).stdout.decode()
     assert cgroup.controllers(group) == frozenset(text.split())
 
 

@@ -178,7 +178,7 @@ def _layer_mounts(daemon: Daemon) -> list[str]:
 def test_a_second_daemon_on_the_same_state_is_refused(daemon: Daemon) -> None:
     done = subprocess.run(
         ["python3", "-m", "dsecd", "--config", str(daemon.state_dir / "dsecd.toml")],
-        capture_output=True, text=True, timeout=30, check=False,
+        capture_output=True, text=True, timeout=90, check=False,
     )  # fmt: skip
     assert done.returncode != 0
     assert str(daemon.pid) in done.stderr

@@ -56,7 +56,7 @@ ROOT = tar.member(".", tar.DIRECTORY, mode=0o755)
 
 def test_mount_is_read_only_erofs_without_a_loop_device(mounted: Mounted, disk: Path) -> None:
     root = mounted(ROOT)
-    done = proc.run_blocking(["findmnt", "-n", "-r", "-o", "FSTYPE,SOURCE,OPTIONS", "-M", root], timeout_s=10)
+    done = proc.run_blocking(["findmnt", "-n", "-r", "-o", "FSTYPE,SOURCE,OPTIONS", "-M", root], timeout_s=60)
     fstype, source, options = done.stdout.decode().split()
     assert (fstype, source) == ("erofs", str(disk / "image"))
     assert "ro" in options.split(",")

@@ -398,9 +398,10 @@ def test_no_answer_of_a_strange_process_does_harm(
     assert len(str(caught.value)) < 1500
 
 
-@pytest.mark.usefixtures("_short_waits")
 @pytest.mark.parametrize("start", ["exit", "no-socket", "mute"])
-def test_a_process_that_never_answers_is_ended(h: House, start: str) -> None:
+def test_a_process_that_never_answers_is_ended(h: House, start: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if start != "exit":
+        monkeypatch.setattr(driver_module, "_START_TIMEOUT_S", 2.0)
     h.use(fakes(h.base / "bad", start=start))
     place = h.place()
     with pytest.raises(StartFailed) as caught:
@@ -525,7 +526,8 @@ def test_faults_of_a_later_call_are_typed(
 ) -> None:
     h.use(fakes(h.base / "bad", faults={"PATCH /vm": fault}))
     place = started(h)
-    monkeypatch.setattr("dsecd.vmm.firecracker.api.Api.send.__kwdefaults__", {"timeout_s": 1.0})
+    limit_s = 1.0 if fault == "slow" else 20.0
+    monkeypatch.setattr("dsecd.vmm.firecracker.api.Api.send.__kwdefaults__", {"timeout_s": limit_s})
     before = descriptors()
     with pytest.raises(error, match=r"PATCH /vm: "):
         run(h.driver.pause(place))

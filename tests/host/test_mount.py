@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("own_mounts")
 def findmnt(path: Path) -> dict[str, Any] | None:
     """What findmnt knows of the mount on `path`, None if nothing is mounted there."""
     columns = "TARGET,FSTYPE,SOURCE,OPTIONS,PROPAGATION"
-    done = proc.run_blocking(["findmnt", "-J", "-o", columns, "-M", path], timeout_s=10, check=False)
+    done = proc.run_blocking(["findmnt", "-J", "-o", columns, "-M", path], timeout_s=60, check=False)
     if done.returncode:
         return None
     found: dict[str, Any] = json.loads(done.stdout)["filesystems"][0]
@@ -42,14 +42,14 @@ def test_clone_shows_the_tree_from_the_path_down(tmp_path: Path, target: Path) -
     (source / "file").write_text("content")
     attached(mount.clone_tree(source), target)
     assert findmnt(target) is not None
-    done = proc.run_blocking(["cat", target / "file"], timeout_s=10)
+    done = proc.run_blocking(["cat", target / "file"], timeout_s=60)
     assert done.stdout == b"content"
 
 
 def test_detached_mount_is_invisible_and_goes_with_its_fd() -> None:
-    before = proc.run_blocking(["cat", "/proc/self/mountinfo"], timeout_s=10).stdout
+    before = proc.run_blocking(["cat", "/proc/self/mountinfo"], timeout_s=60).stdout
     fd = mount.new_mount("tmpfs")
-    assert proc.run_blocking(["cat", "/proc/self/mountinfo"], timeout_s=10).stdout == before
+    assert proc.run_blocking(["cat", "/proc/self/mountinfo"], timeout_s=60).stdout == before
     os.close(fd)
     with pytest.raises(OSError) as caught:
         os.fstat(fd)
@@ -73,11 +73,11 @@ def test_idmapped_clone_shifts_owners_both_ways(disk: Path) -> None:
     mount.idmap(tree, namespace)
     os.close(namespace)
     attached(tree, target)
-    done = proc.run_blocking(["stat", "-c", "%n %u %g", "root", "user"], timeout_s=10, cwd=target)
+    done = proc.run_blocking(["stat", "-c", "%n %u %g", "root", "user"], timeout_s=60, cwd=target)
     assert done.stdout == b"root 500000 500000\nuser 501000 501001\n"
     # And what is given to an outside id there is the inside id on disk.
     os.chown(target / "root", 500_007, 500_008)
-    done = proc.run_blocking(["stat", "-c", "%u %g", source / "root"], timeout_s=10)
+    done = proc.run_blocking(["stat", "-c", "%u %g", source / "root"], timeout_s=60)
     assert done.stdout == b"7 8\n"
 
 

@@ -4,7 +4,6 @@
 import asyncio
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,9 +25,9 @@ def python(program: str, *args: str | Path) -> proc.Completed:
 def inside(namespace: int | Path, *command: str | Path) -> str:
     """Output of a command run in the namespace by nsenter."""
     if isinstance(namespace, Path):
-        return proc.run_blocking(["nsenter", f"--mount={namespace}", *command], timeout_s=10).stdout.decode()
+        return proc.run_blocking(["nsenter", f"--mount={namespace}", *command], timeout_s=60).stdout.decode()
     argv = ["nsenter", "--mount=/proc/self/fd/3", *command]
-    return proc.run_blocking(argv, timeout_s=10, fd_map={3: namespace}).stdout.decode()
+    return proc.run_blocking(argv, timeout_s=60, fd_map={3: namespace}).stdout.decode()
 
 
 def mount_tmpfs(target: Path, name: str = "marker") -> None:
@@ -56,7 +55,7 @@ def pin(disk: Path) -> Iterator[Path]:
     yield holder / "mnt"
     mountns.unpin(holder / "mnt")
     if f" {holder} " in Path("/proc/self/mountinfo").read_text():
-        proc.run_blocking(["umount", holder], timeout_s=10)
+        proc.run_blocking(["umount", holder], timeout_s=60)
 
 
 def test_new_namespace_is_private_and_not_ours() -> None:
@@ -73,7 +72,7 @@ def test_new_namespace_is_private_and_not_ours() -> None:
 def test_nothing_propagates_out_of_a_shared_mount(target: Path) -> None:
     """As on a host with systemd, whose mounts are shared."""
     mount_tmpfs(target, "parent")
-    proc.run_blocking(["mount", "--make-shared", target], timeout_s=10)
+    proc.run_blocking(["mount", "--make-shared", target], timeout_s=60)
     (target / "inner").mkdir()
     fd = mountns.create_private()
     mountns.run_in(fd, lambda: mount_tmpfs(target / "inner"))
@@ -103,7 +102,7 @@ def test_run_in_copy_leaves_the_namespace_as_it_was(target: Path) -> None:
     def work() -> tuple[list[str], bytes]:
         mount_tmpfs(target)
         # The child is started by this thread, so it sees what this thread sees.
-        return sources("thread-self"), proc.run_blocking(["cat", "/proc/self/mountinfo"], timeout_s=10).stdout
+        return sources("thread-self"), proc.run_blocking(["cat", "/proc/self/mountinfo"], timeout_s=60).stdout
 
     seen, by_child = mountns.run_in_copy(fd, work)
     assert {"marker", "shared-by-copy"} <= set(seen)
@@ -119,7 +118,7 @@ def test_child_keeps_the_copy_alive_after_the_thread(target: Path) -> None:
         mount_tmpfs(target)
         (target / "file").write_text("kept")
         script = "sleep 60 </dev/null >/dev/null 2>&1 & echo $!"
-        return int(proc.run_blocking(["sh", "-c", script], timeout_s=10).stdout)
+        return int(proc.run_blocking(["sh", "-c", script], timeout_s=60).stdout)
 
     pid = mountns.run_in_copy(fd, work)
     os.close(fd)
@@ -139,7 +138,7 @@ def test_async_children_are_started_by_the_loop_not_by_the_thread(target: Path) 
             mount_tmpfs(target)
 
         await asyncio.to_thread(mountns.run_in_copy, fd, work)
-        return (await proc.run(["cat", "/proc/self/mountinfo"], timeout_s=10)).stdout
+        return (await proc.run(["cat", "/proc/self/mountinfo"], timeout_s=60)).stdout
 
     assert b"marker" not in asyncio.run(scenario())
     os.close(fd)
@@ -233,20 +232,19 @@ def test_plain_file_at_the_pin_is_not_taken_for_one(pin: Path) -> None:
 def test_pin_on_a_shared_mount_gets_a_private_holder(disk: Path, target: Path) -> None:
     """As on a host with systemd, where / and /run are shared with every service's namespace."""
     mount_tmpfs(target)
-    proc.run_blocking(["mount", "--make-shared", target], timeout_s=10)
+    proc.run_blocking(["mount", "--make-shared", target], timeout_s=60)
     holder = target / "pins"
     holder.mkdir()
     # A namespace that receives what happens on the shared mount, as a service's does.
     peer = proc.run_blocking(["sh", "-c", "unshare -m --propagation slave sleep 60 >/dev/null 2>&1 & echo $!"],
-                             timeout_s=10)
+                             timeout_s=60)
     try:
         os.close(mountns.ensure_pinned(holder / "mnt"))
-        done = proc.run_blocking(["findmnt", "-n", "-o", "PROPAGATION", "-M", holder], timeout_s=10)
+        done = proc.run_blocking(["findmnt", "-n", "-o", "PROPAGATION", "-M", holder], timeout_s=60)
         assert done.stdout == b"private\n"
         assert mountns.is_pinned(holder / "mnt")
-        deadline = time.monotonic() + 5
-        while "nsfs" in Path(f"/proc/{int(peer.stdout)}/mountinfo").read_text():
-            assert time.monotonic() < deadline, "the pin reached another namespace"
+        # For a moment it may still be in ours, and then have what ours has.
+        until(lambda: "nsfs" not in Path(f"/proc/{int(peer.stdout)}/mountinfo").read_text())
         os.close(mountns.ensure_pinned(holder / "mnt"))
         mountns.unpin(holder / "mnt")
     finally:

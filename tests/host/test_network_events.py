@@ -92,7 +92,7 @@ def test_an_event_says_what_was_refused_to_whom_and_how_often(daemon: Daemon) ->
         run(client, box, _TRY, FAR4, "7")
         ended = time.time()
         first = counted(client, box, 1)[0]
-        assert first["at"] - ended < 10
+        assert first["at"] - ended < 20
         wanted = {"address": FAR4, "port": 80, "protocol": "tcp", "reason": "policy"}
         assert {name: first[name] for name in wanted} == wanted
         assert sum(event["count"] for event in counted(client, box, 7)) == 7 == client.network(box).denied
@@ -113,7 +113,7 @@ def test_a_flood_makes_one_event_a_second_and_no_log_and_its_neighbour_is_heard(
         until(lambda: client.network(hostile).denied > 1000, 60)
         run(client, box, _TRY, HOST4, "3")
         ended = time.time()
-        assert counted(client, box, 1)[0]["at"] - ended < 10
+        assert counted(client, box, 1)[0]["at"] - ended < 20
         until(lambda: client.network(hostile).denied > 2000 and len(told(client, hostile)) > 2, 60)
         for number in range(2):
             client.exec_signal(hostile, f"flood{number}", 9)
@@ -131,12 +131,12 @@ def test_what_is_refused_while_the_daemon_is_away_is_told_by_the_next(daemon: Da
         box = make(client)
         run(client, box, _TRY, FAR4, "2")
         counted(client, box, 2)
-        script = "import time; time.sleep(1.5)\n" + _TRY
+        script = "import time; time.sleep(5)\n" + _TRY
         client.exec_start(box, ExecRequest(argv=("python3", "-c", script, HOST4, "5"), exec_id="later"))
-        # Told a second ago and more: by then it is noted what was told.
-        time.sleep(1.2)
+        # Told a second ago and more: by then it is noted what was told, also by a daemon that gets little time.
+        time.sleep(4)
         daemon.kill()
-    time.sleep(2)
+    time.sleep(3)
     daemon.start()
     with daemon.client() as client:
         assert client.exec_wait(box, "later", wait_s=60).exit_code == 0

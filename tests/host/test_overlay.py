@@ -69,14 +69,14 @@ def stack(disk: Path) -> Stack:
 
 
 def run(*command: str | Path, check: bool = True) -> str:
-    return proc.run_blocking(list(command), timeout_s=10, check=check).stdout.decode()
+    return proc.run_blocking(list(command), timeout_s=60, check=check).stdout.decode()
 
 
 def run_inside(script: str) -> None:
     """Run a shell script as the root user of a namespace with the stack's mapping."""
     fd = userns.create(BASE)
     argv = ["nsenter", "--user=/proc/self/fd/3", "--setuid=0", "--setgid=0", "sh", "-ec", script]
-    proc.run_blocking(argv, timeout_s=10, fd_map={3: fd})
+    proc.run_blocking(argv, timeout_s=60, fd_map={3: fd})
     os.close(fd)
 
 

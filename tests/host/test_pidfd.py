@@ -17,7 +17,7 @@ from tests.support.waiting import until
 @pytest.fixture
 def sleeping() -> Iterator[int]:
     """Pid of a process that is not our child."""
-    pid = int(proc.run_blocking(["sh", "-c", "sleep 60 >/dev/null 2>&1 & echo $!"], timeout_s=10).stdout)
+    pid = int(proc.run_blocking(["sh", "-c", "sleep 60 >/dev/null 2>&1 & echo $!"], timeout_s=60).stdout)
     yield pid
     try:
         os.kill(pid, signal.SIGKILL)
@@ -32,7 +32,7 @@ def test_identity_holds_the_start_time(sleeping: int) -> None:
     # The same moment from another source: uptime, in the same clock's ticks.
     uptime_s = float(Path("/proc/uptime").read_text().split()[0])
     age_s = uptime_s - process.started / os.sysconf("SC_CLK_TCK")
-    assert 0 <= age_s + 0.05 < 30
+    assert 0 <= age_s + 0.05 < 60
     assert pidfd.is_alive(process)
 
 

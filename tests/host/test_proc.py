@@ -63,14 +63,14 @@ def gone(pid: int) -> bool:
 
 
 def test_output_and_status_come_back_apart(run: Runner) -> None:
-    done = run(["sh", "-c", "echo out; echo err >&2; exit 7"], timeout_s=10, check=False)
+    done = run(["sh", "-c", "echo out; echo err >&2; exit 7"], timeout_s=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (7, b"out\n", b"err\n")
     assert done.argv[0] == "sh"
 
 
 def test_failure_names_command_status_and_last_words(run: Runner) -> None:
     with pytest.raises(proc.ProcessFailed) as caught:
-        run(["sh", "-c", "echo first >&2; echo 'disk on fire' >&2; exit 3"], timeout_s=10)
+        run(["sh", "-c", "echo first >&2; echo 'disk on fire' >&2; exit 3"], timeout_s=60)
     assert caught.value.returncode == 3
     assert "exit status 3: first | disk on fire" in str(caught.value)
     assert str(caught.value).startswith("run sh -c ")
@@ -78,13 +78,13 @@ def test_failure_names_command_status_and_last_words(run: Runner) -> None:
 
 def test_death_by_signal_is_named(run: Runner) -> None:
     with pytest.raises(proc.ProcessFailed, match="killed by SIGTERM") as caught:
-        run(["sh", "-c", "kill -TERM $$"], timeout_s=10)
+        run(["sh", "-c", "kill -TERM $$"], timeout_s=60)
     assert caught.value.returncode == -signal.SIGTERM
 
 
 def test_missing_program_is_file_not_found(run: Runner) -> None:
     with pytest.raises(FileNotFoundError, match="no-such-program"):
-        run(["no-such-program"], timeout_s=10)
+        run(["no-such-program"], timeout_s=60)
 
 
 def test_child_sees_exactly_the_mapped_fds(run: Runner) -> None:
@@ -103,7 +103,7 @@ def test_child_sees_exactly_the_mapped_fds(run: Runner) -> None:
         os.set_inheritable(leak, True)
         stack.callback(os.close, leak)
         done = run(["sh", "-c", "for f in /proc/$$/fd/*; do echo ${f##*/}=$(readlink $f); done"],
-                   timeout_s=10, fd_map=wanted)
+                   timeout_s=60, fd_map=wanted)
     shown = dict(line.split("=", 1) for line in done.stdout.decode().splitlines())
     names = {str(target): "/memfd:" + next(n for n in files if files[n] == source) + " (deleted)"
              for target, source in wanted.items()}
@@ -141,7 +141,7 @@ def test_fds_at_three_four_five_from_a_thread_while_others_open_files(run: Runne
 def test_pass_fds_keep_their_number(run: Runner) -> None:
     fd = os.memfd_create("kept", os.MFD_CLOEXEC)
     try:
-        done = run(["readlink", f"/proc/self/fd/{fd}"], timeout_s=10, pass_fds=[fd])
+        done = run(["readlink", f"/proc/self/fd/{fd}"], timeout_s=60, pass_fds=[fd])
         assert not os.get_inheritable(fd)
     finally:
         os.close(fd)
@@ -150,7 +150,7 @@ def test_pass_fds_keep_their_number(run: Runner) -> None:
 
 def test_standard_streams_cannot_be_mapped(run: Runner) -> None:
     with pytest.raises(ValueError, match="stdin, stdout or stderr"):
-        run(["true"], timeout_s=10, fd_map={2: 0})
+        run(["true"], timeout_s=60, fd_map={2: 0})
 
 
 def test_input_larger_than_a_pipe_reaches_the_child(run: Runner) -> None:
@@ -186,15 +186,15 @@ def test_all_a_child_wrote_before_its_exit_is_there(run: Runner) -> None:
 def test_timeout_kills_the_whole_group(run: Runner) -> None:
     read, write = os.pipe()
     with os.fdopen(read, "rb") as pids:
-        with pytest.raises(proc.ProcessTimedOut, match=r"still running after 1\.5 s") as caught:
+        with pytest.raises(proc.ProcessTimedOut, match=r"still running after 3 s") as caught:
             run(["sh", "-c", "trap '' TERM; sleep 60 3>&- & echo $! $$ >&3; echo words >&2; wait"],
-                timeout_s=1.5, fd_map={3: write})
+                timeout_s=3.0, fd_map={3: write})
         os.close(write)
         seen = [int(pid) for pid in pids.read().split()]
     assert len(seen) == 2
     until(lambda: all(gone(pid) for pid in seen))
     assert caught.value.stderr == "words"
-    assert caught.value.timeout_s == 1.5
+    assert caught.value.timeout_s == 3.0
 
 
 def test_cancelled_run_kills_and_reaps() -> None:
@@ -223,16 +223,16 @@ def test_cancelled_run_kills_and_reaps() -> None:
 
 def test_environment_is_minimal_and_replaceable(run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET", "x")
-    assert b"SECRET" not in run(["env"], timeout_s=10).stdout
-    assert run(["env"], timeout_s=10).stdout.splitlines()[-1:] == [b"LANG=C.UTF-8"]
-    assert run(["/usr/bin/env"], timeout_s=10, env={"ONLY": "1"}).stdout == b"ONLY=1\n"
+    assert b"SECRET" not in run(["env"], timeout_s=60).stdout
+    assert run(["env"], timeout_s=60).stdout.splitlines()[-1:] == [b"LANG=C.UTF-8"]
+    assert run(["/usr/bin/env"], timeout_s=60, env={"ONLY": "1"}).stdout == b"ONLY=1\n"
 
 
 def test_signals_are_as_a_new_program_expects(run: Runner) -> None:
     """Python ignores SIGPIPE; its children must not."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     try:
-        status = run(["grep", "-E", "^Sig(Blk|Ign)", "/proc/self/status"], timeout_s=10).stdout.decode()
+        status = run(["grep", "-E", "^Sig(Blk|Ign)", "/proc/self/status"], timeout_s=60).stdout.decode()
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
     masks = {name: int(value, 16) for name, value in (line.split(":") for line in status.splitlines())}
@@ -242,22 +242,22 @@ def test_signals_are_as_a_new_program_expects(run: Runner) -> None:
 
 
 def test_working_directory(run: Runner, tmp_path: Path) -> None:
-    assert run(["pwd", "-P"], timeout_s=10, cwd=tmp_path).stdout.decode().strip() == str(tmp_path.resolve())
+    assert run(["pwd", "-P"], timeout_s=60, cwd=tmp_path).stdout.decode().strip() == str(tmp_path.resolve())
     with pytest.raises(proc.ProcessFailed, match="nowhere"):
-        run(["pwd"], timeout_s=10, cwd=tmp_path / "nowhere")
+        run(["pwd"], timeout_s=60, cwd=tmp_path / "nowhere")
 
 
 def test_stdio_to_takes_both_streams(run: Runner, tmp_path: Path) -> None:
     log = tmp_path / "log"
     with log.open("wb") as file:
-        done = run(["sh", "-c", "echo out; echo err >&2"], timeout_s=10, stdio_to=file.fileno())
+        done = run(["sh", "-c", "echo out; echo err >&2"], timeout_s=60, stdio_to=file.fileno())
     assert log.read_bytes() == b"out\nerr\n"
     assert (done.stdout, done.stderr) == (b"", b"")
 
 
 def test_arguments_reach_the_program_untouched(run: Runner) -> None:
     nasty = ["a b", "$(id)", "'; rm x", "", "-n", "ü\udcff"]
-    done = run(["printf", "%s\\0", *nasty], timeout_s=10)
+    done = run(["printf", "%s\\0", *nasty], timeout_s=60)
     assert done.stdout == b"".join(os.fsencode(word) + b"\0" for word in nasty)
 
 
@@ -275,10 +275,10 @@ def test_running_out_of_fds_leaves_nothing(free: int) -> None:
             os.close(taken.pop())
         if free < 6:
             with pytest.raises(OSError) as caught:
-                proc.run_blocking(["true"], input=b"x", timeout_s=10)
+                proc.run_blocking(["true"], input=b"x", timeout_s=60)
             assert caught.value.errno == errno.EMFILE
         else:
-            proc.run_blocking(["true"], input=b"x", timeout_s=10)
+            proc.run_blocking(["true"], input=b"x", timeout_s=60)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for fd in taken:
@@ -351,5 +351,5 @@ def test_socket_reaches_the_child_and_stays_listening() -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(f"\0dsec-test-proc-{os.getpid()}")
         listener.listen(1)
-        done = proc.run_blocking(["readlink", "/proc/self/fd/3"], timeout_s=10, fd_map={3: listener.fileno()})
+        done = proc.run_blocking(["readlink", "/proc/self/fd/3"], timeout_s=60, fd_map={3: listener.fileno()})
         assert done.stdout.decode().strip() == os.readlink(f"/proc/self/fd/{listener.fileno()}")

@@ -20,7 +20,15 @@ from pathlib import Path
 import pytest
 
 from libdsec import AsyncClient, Client
-from libdsec.errors import BackendFailed, ConnectionFailed, DsecError, NoCapacity, SandboxLost, WrongState
+from libdsec.errors import (
+    BackendFailed,
+    ConnectionFailed,
+    DsecError,
+    NoCapacity,
+    NotFound,
+    SandboxLost,
+    WrongState,
+)
 from libdsec.types import CreateRequest, ExecRequest, SandboxSpec
 from tests.support import cgroups
 from tests.support.daemon import Daemon
@@ -145,17 +153,24 @@ def test_an_agent_that_stands_still_delays_nobody(daemon: Daemon, client: Client
     began = time.monotonic()
     assert client.stop("still0", grace_s=1).state == "stopped"
     client.delete("still1")
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 60
 
     daemon.kill()
     began = time.monotonic()
-    daemon.start()
-    assert sh(client, "good", "echo alive") == "alive\n"
-    assert time.monotonic() - began < 40
-    with pytest.raises(SandboxLost):
+    daemon.start(settle=False)
+    until(lambda: answers(client, "good"), 60)
+    # It is given up some time later.
+    with pytest.raises((SandboxLost, WrongState)):
         sh(client, "still2", "true")
     client.delete("still2")
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 90
+
+
+def answers(client: Client, sandbox_id: str) -> bool:
+    try:
+        return sh(client, sandbox_id, "echo alive") == "alive\n"
+    except SandboxLost:  # it is being taken over
+        return False
 
 
 def test_an_exec_on_an_agent_that_stands_still_ends_with_its_sandbox(daemon: Daemon, client: Client) -> None:
@@ -168,7 +183,7 @@ def test_an_exec_on_an_agent_that_stands_still_ends_with_its_sandbox(daemon: Dae
             await asyncio.sleep(0.3)
             async with asyncio.timeout(60):
                 await concurrent.delete("still")
-                with pytest.raises((SandboxLost, WrongState)):
+                with pytest.raises((SandboxLost, WrongState, NotFound)):
                     await task
 
     asyncio.run(main())
@@ -254,11 +269,16 @@ def test_a_process_from_outside_in_the_tree_keeps_nothing_from_going(daemon: Dae
 
 
 def test_what_is_killed_under_an_import_fails_it_and_leaves_nothing(daemon: Daemon, client: Client) -> None:
-    operation = client.image_import(name="killed:1", source=str(debian_tar()), kind="rootfs-tar")
-    until(lambda: descendants(daemon.pid, b"dsecd.core.images.worker"))
-    os.kill(descendants(daemon.pid, b"dsecd.core.images.worker")[-1], signal.SIGKILL)
-    with pytest.raises(BackendFailed, match="its process ended with status"):
-        client.finish(operation)
+    source = daemon.state_dir / "half.tar"
+    os.mkfifo(source)
+    operation = client.image_import(name="killed:1", source=str(source), kind="rootfs-tar")
+    # Its reader, which has some of the archive and waits for more.
+    with source.open("wb", buffering=0) as file:
+        file.write(debian_tar().read_bytes()[: 1 << 20])
+        os.kill(descendants(daemon.pid, b"dsecd.core.images.worker")[-1], signal.SIGKILL)
+        with pytest.raises(BackendFailed, match="its process ended with status"):
+            client.finish(operation)
+    source.unlink()
     assert daemon.residue() == []
     assert "killed:1" not in {name for image in client.images().images for name in image.names}
 

@@ -24,7 +24,7 @@ def listener(tmp_path: Path) -> Iterator[socket.socket]:
         yield sock
 
 
-async def connect(directory: Path, path: str, timeout_s: float = 5.0) -> socket.socket:
+async def connect(directory: Path, path: str, timeout_s: float = 60.0) -> socket.socket:
     fd = os.open(directory, os.O_RDONLY)
     try:
         return await unixsocket.connect_beneath(fd, path, timeout_s=timeout_s)

@@ -24,7 +24,7 @@ def namespace(base: int, size: int = userns.SIZE) -> Iterator[int]:
 
 def inside(fd: int, *command: str) -> str:
     argv = ["nsenter", "--user=/proc/self/fd/3", "--setuid=0", "--setgid=0", *command]
-    return proc.run_blocking(argv, timeout_s=10, fd_map={3: fd}).stdout.decode()
+    return proc.run_blocking(argv, timeout_s=60, fd_map={3: fd}).stdout.decode()
 
 
 def test_ids_inside_and_outside(disk: Path) -> None:
@@ -33,7 +33,7 @@ def test_ids_inside_and_outside(disk: Path) -> None:
     with namespace(1_000_000) as fd:
         assert inside(fd, "id", "-u").strip() == "0"
         inside(fd, "sh", "-c", f"touch {disk}/root; touch {disk}/last; chown 65535:7 {disk}/last")
-    done = proc.run_blocking(["stat", "-c", "%n %u %g", "root", "last"], timeout_s=10, cwd=disk)
+    done = proc.run_blocking(["stat", "-c", "%n %u %g", "root", "last"], timeout_s=60, cwd=disk)
     assert done.stdout == b"root 1000000 1000000\nlast 1065535 1000007\n"
 
 
@@ -45,7 +45,7 @@ def test_each_belongs_to_its_own_root_and_the_caller_stays_who_it_is() -> None:
     assert owner.value == 3_000_000
     status = Path("/proc/thread-self/status").read_text().splitlines()
     assert [line.split()[1:] for line in status if line.startswith("Uid:")] == [["0"] * 4]
-    assert proc.run_blocking(["id", "-u"], timeout_s=10).stdout == b"0\n"
+    assert proc.run_blocking(["id", "-u"], timeout_s=60).stdout == b"0\n"
 
 
 def test_range_ends_where_it_should(disk: Path) -> None:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def remove_tree(top: Path, timeout_s: float = 20.0) -> None:
+def remove_tree(top: Path, timeout_s: float = 60.0) -> None:
     """Kill all in it and remove it; one that is gone is fine.
 
     Killed processes leave their cgroup when they are reaped, and one that is just moving in comes after the kill: so

@@ -120,7 +120,7 @@ def house(base: Path) -> Iterator[House]:
     finally:
         os.close(launch_ns)
         (group / "cgroup.kill").write_text("1")
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         for child in [*(p for p in group.iterdir() if p.is_dir()), group]:
             while time.monotonic() < deadline:
                 with contextlib.suppress(OSError):
@@ -148,7 +148,7 @@ def only_process_of(uid: int) -> int:
 def end(pid: int) -> None:
     """SIGKILL, and wait until it is gone."""
     os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         try:
             if "\nState:\tZ" in Path("/proc", str(pid), "status").read_text():
@@ -163,7 +163,7 @@ def ask(api: Path, method: str, target: str, found: Any = None) -> tuple[int, An
     """One call of an API, by a client of the tests' own."""
     content = b"" if found is None else json.dumps(found).encode()
     with socket.socket(socket.AF_UNIX) as sock:
-        sock.settimeout(20)
+        sock.settimeout(60)
         here = os.open(api.parent, os.O_PATH)
         try:
             sock.connect(f"/proc/self/fd/{here}/{api.name}")

@@ -16,7 +16,7 @@ import threading
 import time
 
 #: Longer on a machine that has much else to do, so that silence is the policy's and not that of a peer that is slow.
-TIMEOUT_S = max(2.0, min(8.0, os.getloadavg()[0]))
+TIMEOUT_S = max(3.0, min(8.0, os.getloadavg()[0]))
 
 
 def family_of(address: str) -> socket.AddressFamily:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 
 
-def until(condition: Callable[[], object], limit_s: float = 30.0) -> None:
+def until(condition: Callable[[], object], limit_s: float = 60.0) -> None:
     """Return when the condition holds; fail when it does not within `limit_s` seconds. Blocks."""
     deadline = time.monotonic() + limit_s
     while not condition():

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import pytest
 
+from dsecd.backends.agentlink import AgentLink
 from dsecd.backends.base import Backend, Box
 from dsecd.backends.plan import Step
 from dsecd.core import reconcile, records
@@ -31,7 +32,7 @@ from dsecd.core.schema import MIGRATIONS
 from dsecd.core.store import Store
 from dsecd.core.tasks import Tasks
 from dsecd.linux import pidfd
-from libdsec.errors import BackendFailed, NoCapacity, NotFound, TimedOut, WrongState
+from libdsec.errors import BackendFailed, NoCapacity, NotFound, SandboxLost, TimedOut, WrongState
 from libdsec.types import SandboxSpec, State, UpdateRequest
 
 ROOT = from_peer(0, 0, 1, frozenset(), admin_gid=None)
@@ -463,5 +464,37 @@ def test_a_sandbox_that_hangs_does_not_delay_the_start_of_the_daemon(
         assert [(live.watch_fd is not None, live.lock.locked()) for live in lives.values()] == [
             (False, True), (True, False),
         ]  # fmt: skip
+
+    run(tmp_path, body)
+
+
+def test_a_call_to_what_is_being_taken_over_waits_for_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its commands ran all the time: that another daemon is there by now is no reason to refuse anybody."""
+
+    async def body(host: Host) -> None:
+        found, registry = _adopting(host, ["a", "b"])
+        reached, link = asyncio.Event(), cast(AgentLink, object())
+
+        async def late(box: Box) -> None:
+            await reached.wait()
+            if box.id == "b":
+                raise SandboxLost("connect to the agent of 'b': it is silent")
+            box.link = link
+
+        monkeypatch.setattr(host.backend, "reconnect", late)
+        monkeypatch.setattr(reconcile, "_PATIENCE_S", 0.0)
+        await _reconcile(host, found, registry)
+        lives = [registry.enter(record) for record in found]
+        calls = [asyncio.create_task(live.link("exec in")) for live in lives]
+        _, waiting = await asyncio.wait(calls, timeout=0.1)
+        assert waiting == set(calls)
+        reached.set()
+        assert await calls[0] is link
+        with pytest.raises(WrongState, match=r"exec in 'b': it is failed \(agent lost: .* it is silent\)"):
+            await calls[1]
+        # An agent that was lost afterwards is nobody's to wait for.
+        lives[0].box.link = None
+        with pytest.raises(SandboxLost, match="its agent does not answer"):
+            await lives[0].link("exec in")
 
     run(tmp_path, body)
