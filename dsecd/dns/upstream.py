@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import secrets
@@ -37,6 +38,8 @@ RESOLV_CONF = Path("/etc/resolv.conf")
 _SERVERS_MAX = 3
 #: Each server is asked for so long, first once all around, then again; clients wait five seconds (resolv.conf(5)).
 _TRIES_S = (1.0, 1.5)
+#: Where nobody listens, for a moment or for good: how long until it is asked again.
+_REFUSED_S = 0.25
 #: For all of a question, TCP included.
 TOTAL_S = 4.5
 
@@ -78,15 +81,27 @@ class Upstream:
         return self._found
 
     async def ask(self, name: dns.name.Name, kind: RdataType) -> dns.message.Message:
-        """The answer of the first server that gives one.  Raises NoAnswer."""
+        """The answer of the first server that gives one.  Raises NoAnswer.
+
+        One that refuses is asked on: the resolver of this host may just be restarted.
+        """
         servers = self.servers()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(TOTAL_S):
-                for limit_s in _TRIES_S:
+                for limit_s in itertools.chain(_TRIES_S, itertools.repeat(_TRIES_S[-1])):
+                    refused = False
                     for server in servers:
-                        if (answer := await _try(server, name, kind, limit_s)) is not None:
+                        try:
+                            answer = await _try(server, name, kind, limit_s)
+                        except ConnectionRefusedError:
+                            answer, refused = None, True
+                        if answer is not None:
                             self._answered(server)
                             return answer
+                    if refused:
+                        await asyncio.sleep(_REFUSED_S)
+                    elif limit_s == _TRIES_S[-1]:
+                        break
         raise NoAnswer(f"no usable answer of {', '.join(map(str, servers)) or 'any server: none is known'}")
 
     def _answered(self, server: Endpoint) -> None:
@@ -107,7 +122,10 @@ def read_resolv_conf(text: str) -> tuple[Endpoint, ...]:
 
 
 async def _try(server: Endpoint, name: dns.name.Name, kind: RdataType, limit_s: float) -> dns.message.Message | None:
-    """One server once, by TCP where UDP does not do; None when it gives nothing to use in time."""
+    """One server once, by TCP where UDP does not do; None when it gives nothing to use in time.
+
+    Raises ConnectionRefusedError where nobody listens.
+    """
     query = dns.message.make_query(_mixed(name), kind, use_edns=0, payload=UDP_MAX)
     query.id = secrets.randbelow(1 << 16)
     try:
@@ -120,6 +138,9 @@ async def _try(server: Endpoint, name: dns.name.Name, kind: RdataType, limit_s: 
                 pass
             answer = await _by_tcp(server, query)
             return answer if _usable(answer) else None
+    except ConnectionRefusedError:
+        log.debug("server=%s name=%s: refused", server, name)
+        raise
     except (OSError, TimeoutError, EOFError, dns.exception.DNSException, ValueError) as error:
         log.debug("server=%s name=%s: %s", server, name, repr(error))
         return None

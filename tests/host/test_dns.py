@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from ipaddress import ip_address, ip_network
 from pathlib import Path
 
@@ -252,6 +253,31 @@ def test_forged_answers_are_not_taken_and_another_server_is_asked(daemon: Daemon
         assert addresses(box.ask("name.example.org")) == ["203.0.113.7"]
         assert any(name != name.lower() for name, _kind, _by in second.asked)  # random case
         assert len(second.asked) == 2
+
+
+def test_a_server_that_is_just_restarted_is_waited_for(daemon: Daemon, process: DnsProcess) -> None:
+    box = Box(1)
+    daemon.policy(box, "*.example.org")
+    names = [f"n{number}.example.org" for number in range(10)]
+    zone = {(name, "A"): [f"{name}. 60 IN A 203.0.113.7"] for name in names}
+
+    def asked_where_nobody_listens(name: str) -> list[str]:
+        before = _refused_datagrams()
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(box.ask, name, timeout_s=60)
+            wait(lambda: _refused_datagrams() > before or answer.done(), process)
+            with Server(zone=zone):
+                return addresses(answer.result())
+
+    # It waits for four seconds, for which we may stand still.
+    assert any(asked_where_nobody_listens(name) == ["203.0.113.7"] for name in names)
+
+
+def _refused_datagrams() -> int:
+    """How many came to a port in our network where nobody listened, by the kernel's count (proc_pid_net(5))."""
+    names, values = (line.split() for line in Path("/proc/thread-self/net/snmp").read_text().splitlines()
+                     if line.startswith("Udp:"))  # fmt: skip
+    return int(dict(zip(names, values, strict=True))["NoPorts"])
 
 
 def test_a_long_answer_comes_truncated_and_whole_by_tcp(daemon: Daemon, process: DnsProcess) -> None:

@@ -18,15 +18,23 @@ def main() -> None:
         if words := line.split():
             name, ttl, kind, value = words
             records.setdefault(name, []).append((kind, f"{name}. {ttl} IN {kind} {value}"))
-    for name, lines in records.items():
+    for name in records:
+        chain, end = _chain(name, records)
         for kind in ("A", "AAAA"):
-            chain = [line for found, line in lines if found == "CNAME"]
-            target = chain[0].split()[-1].removesuffix(".") if chain else name
-            end = [line for found, line in records.get(target, ()) if found == kind]
-            if chain or end:
-                zone[name, kind] = chain + end
+            found = [line for one, line in records.get(end, ()) if one == kind]
+            if chain or found:
+                zone[name, kind] = chain + found
     with open(sys.argv[2], "a", buffering=1) as log, Server(address, int(port), zone, log=log):
         sys.stdin.read()
+
+
+def _chain(name: str, records: dict[str, list[tuple[str, str]]]) -> tuple[list[str], str]:
+    """The CNAMEs that begin at a name, as lines, and where they end."""
+    chain: list[str] = []
+    while links := [line for kind, line in records.get(name, ()) if kind == "CNAME" and line not in chain]:
+        chain.append(links[0])
+        name = links[0].split()[-1].removesuffix(".")
+    return chain, name
 
 
 if __name__ == "__main__":

@@ -30,18 +30,20 @@ _UNUSED_S = 24 * 3600.0
 #: What a test host is, besides what debian/control says that dsec runs on.
 _PACKAGES = (
     "apparmor", "busybox-static", "curl", "dbus", "kmod", "libpam-systemd", "linux-image-amd64", "procps",
-    "psmisc", "python3-libapparmor", "python3-pytest", "python3-pytest-timeout", "strace", "systemd-sysv", "udev",
-    "zram-tools",
+    "psmisc", "python3-libapparmor", "python3-pytest", "python3-pytest-timeout", "strace", "systemd-resolved",
+    "systemd-sysv", "udev", "zram-tools",
 )  # fmt: skip
 
 #: Modules without which the root file system cannot be mounted; those that they need are found.
 _MODULES = ("virtio_pci", "virtio_blk", "ext4", "crc32c_generic", "crc32c_intel")
 
-#: Units that do nothing for a test but take seconds of an emulated processor's time at boot or later.
+#: Units that do nothing for a test but take seconds of an emulated processor's time at boot or later; a test that is
+#: about one of them unmasks it.
 _MASKED = (
     "apt-daily.timer", "apt-daily-upgrade.timer", "dpkg-db-backup.timer", "e2scrub_all.timer", "e2scrub_reap.service",
     "fstrim.timer", "getty@tty1.service", "ldconfig.service", "serial-getty@ttyS0.service",
-    "systemd-firstboot.service", "systemd-hwdb-update.service", "systemd-timesyncd.service", "zramswap.service",
+    "systemd-firstboot.service", "systemd-hwdb-update.service", "systemd-resolved.service",
+    "systemd-timesyncd.service", "zramswap.service",
 )  # fmt: skip
 
 _AGENT_UNIT = """\
