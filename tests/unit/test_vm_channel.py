@@ -113,11 +113,13 @@ def test_input_that_nobody_reads_is_no_hindrance(port: Path) -> None:
     channel.close()
 
 
-def test_what_a_command_leaves_behind_disturbs_no_later_one(port: Path) -> None:
+def test_what_a_command_leaves_behind_disturbs_no_later_one(port: Path, tmp_path: Path) -> None:
     channel = Channel(port, timeout_s=10)
-    # The child holds the output open beyond the command's end and writes to it.
-    channel.run(["sh", "-c", "(sleep 2.5; echo late) & echo early"], cwd="/")
-    assert channel.run(["sh", "-c", "sleep 1; echo mine"], cwd="/").stdout == b"mine\n"
+    # The child holds the output open beyond the command's end, which is told nevertheless, and writes to it.
+    left = f"(cd {tmp_path}; until [ -e go ]; do sleep 0.05; done; echo late; touch said) & head -c 300000 /dev/zero"
+    assert channel.run(["sh", "-c", left], cwd="/").stdout == bytes(300_000)
+    later = f"cd {tmp_path}; touch go; until [ -e said ]; do sleep 0.05; done; echo mine"
+    assert channel.run(["sh", "-c", later], cwd="/").stdout == b"mine\n"
     channel.close()
 
 

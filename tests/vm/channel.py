@@ -22,7 +22,7 @@ from typing import BinaryIO
 from tests.vm.frames import FILLER, PAYLOAD_MAX, Decoder, Frame, Kind, encode
 
 #: How long the guest may take, beyond a command's own limit, to say that the limit was reached.
-GRACE_S = 60.0
+GRACE_S = 180.0
 #: A command that writes more than this into memory is a mistake.
 OUTPUT_MAX = 64 << 20
 _ATTEMPT_S = 2.0
@@ -87,7 +87,7 @@ class Channel:
 
     def run(
         self, argv: Sequence[str], *, stdin: bytes | BinaryIO = b"", stdout: BinaryIO | None = None,
-        timeout_s: float = 120.0, env: Mapping[str, str] | None = None, cwd: str = "/root",
+        timeout_s: float = 300.0, env: Mapping[str, str] | None = None, cwd: str = "/root",
     ) -> Result:  # fmt: skip
         """Run a command as root in the guest and wait for its end.
 

@@ -18,7 +18,7 @@ from tests.vm.host import Saved, VmHost
 from tests.vm.kernels import Kernel
 
 #: An emulated machine, and perhaps an image to build first.
-_TIMEOUT_S = 1800
+_TIMEOUT_S = 3000
 #: They run in the guest.
 collect_ignore = ["inside"]
 _FAILED = pytest.StashKey[bool]()

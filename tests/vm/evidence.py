@@ -35,6 +35,6 @@ def keep(vm: VmHost, folder: Path) -> None:
 def _journal(vm: VmHost, options: Sequence[str]) -> str:
     """It, or why it is not to be had: the guest may have stopped answering."""
     try:
-        return vm.run(["journalctl", "--no-pager", *options], check=False, timeout_s=60).text
+        return vm.run(["journalctl", "--no-pager", *options], check=False, timeout_s=120).text
     except (ChannelError, OSError) as error:
         return f"not to be had: {error}"

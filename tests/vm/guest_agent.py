@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -23,8 +24,8 @@ _ENV = {
     "HOME": "/root", "LANG": "C.UTF-8", "LOGNAME": "root", "SHELL": "/bin/sh", "USER": "root",
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
 }  # fmt: skip
-#: How long after a command's end its output is still taken from processes that it left behind.
-_LINGER_S = 2.0
+#: How long what a command has written may take to be read after its end, beside what those write that it left behind.
+_DRAIN_S = 60.0
 
 
 class Command:
@@ -34,7 +35,7 @@ class Command:
         """Raises OSError when it cannot be started."""
         self._agent, self._request = agent, request
         self._timeout_s = float(spec["timeout_s"])
-        self._began, self._ended = time.monotonic(), False
+        self._began = time.monotonic()
         self._writing = threading.Lock()
         self._process = subprocess.Popen(
             spec["argv"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
@@ -43,10 +44,8 @@ class Command:
         process = self._process
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         self._input = process.stdin
-        self._readers = [
-            threading.Thread(target=self._read, args=(process.stdout, Kind.OUTPUT), daemon=True),
-            threading.Thread(target=self._read, args=(process.stderr, Kind.ERRORS), daemon=True),
-        ]
+        self._outputs = [_Output(process.stdout, Kind.OUTPUT), _Output(process.stderr, Kind.ERRORS)]
+        self._readers = [threading.Thread(target=self._read, args=(one,), daemon=True) for one in self._outputs]
         self._waiter = threading.Thread(target=self._wait, daemon=True)
         for thread in (*self._readers, self._waiter):
             thread.start()
@@ -78,12 +77,13 @@ class Command:
         for thread in (self._waiter, *self._readers):
             thread.join()
 
-    def _read(self, source: IO[bytes], kind: Kind) -> None:
-        with source:
-            while data := os.read(source.fileno(), PAYLOAD_MAX):
+    def _read(self, output: _Output) -> None:
+        with output.source:
+            while data := output.read():
                 # What a daemon that it started still says is read, so that it is not stopped, but nobody's.
-                if not self._ended:
-                    self._agent.send(Frame(kind, self._request, data))
+                if not output.whole.is_set():
+                    self._agent.send(Frame(output.kind, self._request, data))
+        output.whole.set()
 
     def _wait(self) -> None:
         reason = "exit"
@@ -93,11 +93,40 @@ class Command:
             reason = "timeout"
             self.kill()
             self._process.wait()
-        for thread in self._readers:
-            thread.join(_LINGER_S)
-        self._ended = True
+        for output in self._outputs:
+            os.close(output.over)
+        for output in self._outputs:
+            output.whole.wait(_DRAIN_S)
+            output.whole.set()
         self._agent.ended(self._request, self._process.returncode, reason, time.monotonic() - self._began)
         self.end_input()
+
+
+class _Output:
+    """A pipe that a command writes to, and maybe what it leaves behind; ``over`` is closed when the command is over."""
+
+    def __init__(self, source: IO[bytes], kind: Kind) -> None:
+        self.source, self.kind = source, kind
+        self.whole = threading.Event()  # all that the command itself has written has been read
+        self._is_over, self.over = os.pipe()
+        self._watched: list[int] = [source.fileno(), self._is_over]
+
+    def read(self) -> bytes:
+        """Some of it; nothing when nobody can write any more. Sets ``whole``."""
+        own = self.source.fileno()
+        while own not in select.select(self._watched, [], [])[0]:
+            # It is over. What it had written before is in the pipe, and was perhaps not yet when we looked.
+            if not select.select([own], [], [], 0)[0]:
+                self.whole.set()
+                self._forget()
+        data = os.read(own, PAYLOAD_MAX)
+        if not data:
+            self._forget()
+        return data
+
+    def _forget(self) -> None:
+        if len(self._watched) > 1:
+            os.close(self._watched.pop())
 
 
 class Agent:

@@ -27,7 +27,7 @@ from tests.vm.kernels import Kernel
 
 #: Emulated, on two cores that others use, too: a boot takes 30 to 60 s, several times that under load.
 BOOT_S = 600.0
-_RESTORE_S = 120.0
+_RESTORE_S = 600.0
 _LOCK_S = 1500.0  # less than a test may take, so that the reason is told
 
 _in_this_process = threading.Lock()
@@ -117,7 +117,7 @@ class VmHost:
 
     def run(
         self, argv: Sequence[str] | str, *, check: bool = True, stdin: bytes | BinaryIO = b"",
-        stdout: BinaryIO | None = None, timeout_s: float = 120.0, env: Mapping[str, str] | None = None,
+        stdout: BinaryIO | None = None, timeout_s: float = 300.0, env: Mapping[str, str] | None = None,
     ) -> Result:  # fmt: skip
         """Run a command as root; a string is a line for the guest's shell.
 

@@ -33,7 +33,8 @@ _MACHINE = (
     "-rtc", "base=utc", "-object", "rng-random,id=rng,filename=/dev/urandom", "-device", "virtio-rng-pci,rng=rng",
     "-device", "virtio-serial-pci",
 )  # fmt: skip
-_START_S = 60.0
+#: What takes so long has not merely been slow, for a start, an answer and an end.
+_START_S, _ANSWER_S, _MOVE_S = 300.0, 300.0, 600.0
 
 
 class QemuError(Exception):
@@ -106,7 +107,7 @@ class Qemu:
         """Processor seconds that a thread used so far, to the nanosecond.  schedstat, proc(5)."""
         return int(Path(f"/proc/{self._process.pid}/task/{thread}/schedstat").read_text().split()[0]) / 1e9
 
-    def ask(self, name: str, *, timeout_s: float = 60.0, **arguments: object) -> Any:
+    def ask(self, name: str, *, timeout_s: float = _ANSWER_S, **arguments: object) -> Any:
         """Send a command to QEMU and give its answer.  Raises QemuError."""
         try:
             self._control.settimeout(timeout_s)
@@ -156,7 +157,7 @@ class Qemu:
     def quit(self) -> None:
         """End it with its disk complete, and wait."""
         self.ask("quit")
-        self._process.wait(60)
+        self._process.wait(_ANSWER_S)
         self._close()
 
     def _close(self) -> None:
@@ -164,13 +165,13 @@ class Qemu:
         self._control.close()
 
     def _await(self, query: str, wanted: Sequence[str]) -> str:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + _MOVE_S
         while True:
             state = str(self.ask(query).get("status"))
             if state in wanted:
                 return state
             if time.monotonic() > deadline:
-                raise QemuError(f"{query}: still {state} after 120 s; {self._said()}")
+                raise QemuError(f"{query}: still {state} after {_MOVE_S:.0f} s; {self._said()}")
             time.sleep(0.02)
 
     def _connect(self) -> tuple[socket.socket, IO[bytes]]:
