@@ -10,6 +10,7 @@ modules; they are put in with what they need, each after what it needs.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import lzma
@@ -67,13 +68,13 @@ def prepare(kernel: Path, agent: Path, directory: Path) -> Boot:
     """
     directory.mkdir(mode=0o755, parents=True, exist_ok=True)
     program = agent.read_bytes()
-    with kernel.open("rb") as stream:
-        sum_of_kernel = hashlib.file_digest(stream, "sha256")
+    status = kernel.stat()
+    # Every start of a machine asks.
+    sum_of_kernel = _sum(kernel, (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
     modules = _modules_of(kernel)
-    sum_of_both = sum_of_kernel.copy()
-    sum_of_both.update(hashlib.sha256(program).digest() + str(modules).encode())
+    sum_of_both = hashlib.sha256(sum_of_kernel + hashlib.sha256(program).digest() + str(modules).encode())
     boot = Boot(
-        kernel=directory / f"kernel-{sum_of_kernel.hexdigest()[:16]}",
+        kernel=directory / f"kernel-{sum_of_kernel.hex()[:16]}",
         initramfs=directory / f"initramfs-{sum_of_both.hexdigest()[:16]}",
     )
     if not boot.kernel.exists():
@@ -84,6 +85,14 @@ def prepare(kernel: Path, agent: Path, directory: Path) -> Boot:
         os.utime(current)
         _drop_old(directory, kind)
     return boot
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def _sum(path: Path, mark: tuple[int, ...]) -> bytes:
+    """SHA-256 of a file, read again when ``mark``, taken from its status, is another. Blocks."""
+    del mark
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").digest()
 
 
 def _publish(path: Path, write: Callable[[Path], object]) -> None:

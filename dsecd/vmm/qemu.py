@@ -275,8 +275,10 @@ def _processor(accelerator: str) -> list[str]:
     if accelerator == "kvm":
         return ["-accel", "kvm", "-cpu", "host"]
     # A small buffer for translated code: what a guest runs is small, and there are many guests. It holds all of a boot;
-    # in half of it, the first command would find it full, and everything be translated anew.
-    return ["-accel", "tcg,tb-size=64", "-cpu", "max"]
+    # in half of it, the first command would find it full, and everything be translated anew. No emulated virtualization
+    # in an emulated guest: a kernel that has KVM turns it on when it boots, and from then on the processor is in
+    # another state, for which everything is translated a second time.
+    return ["-accel", "tcg,tb-size=64", "-cpu", "max,svm=off"]
 
 
 def _memory(machine: Machine, *, restoring: bool) -> list[str]:
