@@ -51,12 +51,16 @@ def starting(doing: str, argv: Sequence[str]) -> contextlib.AbstractContextManag
     """Around starting a command."""
     line = len(argv) == 1 and any(letter.isspace() for letter in argv[0])
     hint = "a command is a list of words; for a line in a shell's language run 'sh', '-c', LINE" if line else None
+    unnamed = not argv[0]
+    if unnamed:
+        hint = "the first word of a command names its program; a variable that is not set may have been put there"
 
     def convert(error: AgentError) -> errors.DsecError:
         if error.code == "no-such-user":
             return errors.ExecNotStarted(f"{doing}: {_NO_SUCH_USER}", hint=_USER_HINT, reason=error.code)
         if error.code in _NOT_STARTED:
-            return errors.ExecNotStarted(f"{doing}: {error.message or error.code}", hint=hint, reason=error.code)
+            why = "start: the name of the program is empty" if unnamed else error.message or error.code
+            return errors.ExecNotStarted(f"{doing}: {why}", hint=hint, reason=error.code)
         if error.code == "exists":
             return errors.AlreadyExists(f"{doing}: an exec with this id exists")
         return errors.InvalidSpec(f"{doing}: {error.message or error.code}", errno=error.errno)

@@ -398,11 +398,19 @@ def test_only_known_places_are_pulled_from(disk: Path, source: str) -> None:
 
 @pytest.mark.parametrize(("kind", "source"), [
     ("directory", "relative"), ("auto", "relative"), ("auto", "/no/such"), ("rootfs-tar", "/dev"),
-    ("auto", "/" + "n" * 4000), ("auto", "/dev/null/x"),
+    ("auto", "/" + "n" * 4000), ("auto", "/dev/null/x"), ("auto", "/proc/self/mem"),
 ])
 def test_a_source_that_is_not_there_is_an_error_of_the_request(disk: Path, kind: str, source: str) -> None:
     with pytest.raises(InvalidSpec):
         import_one(disk, source=source, kind=kind)
+    assert images.residue(disk) == []
+
+
+@pytest.mark.parametrize("source", ["/proc", "/proc/self"])
+def test_what_cannot_be_read_of_a_source_is_an_error_of_the_request_and_named(disk: Path, source: str) -> None:
+    """Files of /proc that refuse each read, processes that go while they are read."""
+    with pytest.raises(InvalidSpec, match=r"import member '[^']+': it cannot be read: \w+"):
+        import_one(disk, source=source)
     assert images.residue(disk) == []
 
 

@@ -378,7 +378,7 @@ def test_sigkill_and_failure_at_every_step_leave_no_device_and_no_entry(lab: Lab
                 _life(daemon)
             if how == "kill":
                 assert daemon.wait_dead() == -9, point
-            _with_fault(daemon, {})
+                _with_fault(daemon, {})
             with daemon.client() as client:
                 for box in client.list_all():
                     if box.state == "running":
@@ -387,6 +387,7 @@ def test_sigkill_and_failure_at_every_step_leave_no_device_and_no_entry(lab: Lab
                     client.delete("victim")
             assert daemon.residue() == [], point
             assert entries(daemon, "sandboxes") == entries(daemon, "policies") == 0, point
+    _with_fault(daemon, {})
 
 
 def _with_fault(daemon: Daemon, env: dict[str, str]) -> None:

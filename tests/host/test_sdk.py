@@ -130,6 +130,10 @@ def test_what_cannot_start(sandbox: Sandbox) -> None:
     assert caught.value.message == f"exec in '{sandbox.id}': start: nonesuch: No such file or directory"
     assert caught.value.hint is None
     with pytest.raises(ExecNotStarted) as caught:
+        sandbox.exec("", "x")
+    assert caught.value.message == f"exec in '{sandbox.id}': start: the name of the program is empty"
+    assert "variable that is not set" in (caught.value.hint or "")
+    with pytest.raises(ExecNotStarted) as caught:
         sandbox.exec("echo a | cat")
     assert "'sh', '-c'" in (caught.value.hint or "")
 

@@ -45,9 +45,11 @@ class Yard:
     driver: Qemu
     machine: Machine
     groups: Path
+    _names = ("source", *(f"copy{number}" for number in range(_COPIES)))
 
     def place(self, name: str) -> Place:
-        return Place(id=name, rundir=self.base / "run" / name, cgroup=self.groups / name, uid=_UID + hash(name) % 1000)
+        uid = _UID + self._names.index(name)
+        return Place(id=name, rundir=self.base / "run" / name, cgroup=self.groups / name, uid=uid)
 
     def disk(self, name: str) -> Path:
         return self.base / f"disk-{name}"
@@ -71,7 +73,7 @@ class Yard:
             yield place
         finally:
             cgroup.kill(place.cgroup)
-            assert await cgroup.wait_empty(place.cgroup, 10)
+            assert await cgroup.wait_empty(place.cgroup, 60)
             self.driver.forget(place)
             cgroup.remove(place.cgroup)
             shutil.rmtree(place.rundir)
@@ -104,7 +106,7 @@ def yard(disk: Path) -> Iterator[Yard]:
 
 async def linked(yard: Yard, place: Place) -> AgentLink:
     sock = await yard.driver.dial(place, machines.BOOT_TIMEOUT_S)
-    return await connect_socket(sock, generation=1, timeout_s=30, on_lost=lambda _lost: None)
+    return await connect_socket(sock, generation=1, timeout_s=120, on_lost=lambda _lost: None)
 
 
 async def said(link: AgentLink, script: str) -> str:
@@ -165,12 +167,13 @@ async def copied(yard: Yard, number: int, snapshot: Snapshot, stack: contextlib.
     took_s = time.monotonic() - began
     stack.push_async_callback(link.close)
     # The command that counts stands still until its machine is one of its own.
+    asked = time.time()
     await link.machine.renew(f"copy-{number}")
     await link.machine.freeze(frozen=False)
     random = "head -c 16 /dev/urandom | od -An -tx1; "
-    asked = time.time()
     text = await said(link, random + f"uname -n; cat /etc/machine-id /root/file; date +%s%N; {_COUNT}")
     drawn, host, machine_id, kept, clock, count = text.splitlines()
+    # Its clock was set to what the host's was when it was asked to.
     assert asked - 2 < int(clock) / 1e9 < time.time() + 2
     await said(link, f"echo {number} > /root/mine; sync")
     await goes_on(link, int(count))

@@ -8,6 +8,7 @@ The directory may change meanwhile, by someone hostile even: every step opens on
 and never follows a symbolic link, and what was opened is what counts, not what was listed.
 """
 
+import contextlib
 import errno
 import os
 import stat
@@ -26,6 +27,8 @@ _KINDS = {
 _HOST_XATTRS = ("security.selinux", "security.ima", "security.evm", "security.apparmor", "security.SMACK64")
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+#: What this process or its host has too little of, or what has gone since it was listed: not a fault of what is read.
+_NOT_ITS_FAULT = (errno.ENOENT, errno.ESRCH, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class DirectoryImport:
@@ -39,16 +42,18 @@ class DirectoryImport:
         self._links: dict[int, Node] = {}
 
     def run(self, path: str) -> None:
-        """Take everything below `path`.  Blocks.  Raises InvalidSpec naming the member, OSError with a path."""
+        """Take everything below `path`.  Blocks.  Raises InvalidSpec naming the member, OSError of the object store."""
         try:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
             raise InvalidSpec(f"import directory {path!r}: {error.strerror}") from error
         self._device = os.fstat(fd).st_dev
-        self._put((), os.fstat(fd), _xattrs(fd), None)
         # Depth is bounded by the length of a path, not by Python's stack: the open directories are ours.
-        stack: list[tuple[int, Parts, list[str]]] = [(fd, (), sorted(os.listdir(fd), key=os.fsencode, reverse=True))]
+        stack: list[tuple[int, Parts, list[str]]] = [(fd, (), [])]
         try:
+            with _reading(()):
+                self._put((), os.fstat(fd), _xattrs(fd), None)
+                stack[0][2].extend(_names(fd))
             while stack:
                 fd, parts, names = stack[-1]
                 if not names:
@@ -65,44 +70,46 @@ class DirectoryImport:
     def _entry(self, parent: int, name: str, above: Parts) -> tuple[int, Parts, list[str]] | None:
         parts = (*above, os.fsencode(name))
         try:
-            info = os.stat(name, dir_fd=parent, follow_symlinks=False)
+            with _reading(parts):
+                info = os.stat(name, dir_fd=parent, follow_symlinks=False)
             if stat.S_ISDIR(info.st_mode):
                 return self._directory(parent, name, parts)
             if stat.S_ISREG(info.st_mode):
                 self._file(parent, name, parts)
                 return None
-        except FileNotFoundError:
-            return None  # gone since it was listed
-        except OSError as error:
-            if error.errno in (errno.ELOOP, errno.ENOTDIR):
-                raise refuse(parts, "it was replaced while being read") from error
-            raise
-        if stat.S_ISSOCK(info.st_mode) or (stat.S_IFMT(info.st_mode) in (stat.S_IFCHR, stat.S_IFBLK)
-                                           and parts[:1] == (b"dev",)):
-            return None  # a socket without its server is nothing, as tar thinks; a sandbox has its own /dev
-        self._special(parent, name, parts, info)
+            if stat.S_ISSOCK(info.st_mode) or (stat.S_IFMT(info.st_mode) in (stat.S_IFCHR, stat.S_IFBLK)
+                                               and parts[:1] == (b"dev",)):
+                return None  # a socket without its server is nothing, as tar thinks; a sandbox has its own /dev
+            self._special(parent, name, parts, info)
+        except (FileNotFoundError, ProcessLookupError):
+            pass  # gone since it was listed
         return None
 
     def _directory(self, parent: int, name: str, parts: Parts) -> tuple[int, Parts, list[str]] | None:
-        fd = os.open(name, _DIRECTORY, dir_fd=parent)
-        info = os.fstat(fd)
-        self._put(parts, info, _xattrs(fd), None)
-        if info.st_dev != self._device:
-            os.close(fd)
-            return None
-        return fd, parts, sorted(os.listdir(fd), key=os.fsencode, reverse=True)
+        with contextlib.ExitStack() as stack, _reading(parts):
+            fd = os.open(name, _DIRECTORY, dir_fd=parent)
+            stack.callback(os.close, fd)
+            info, xattrs = os.fstat(fd), _xattrs(fd)
+            names = _names(fd) if info.st_dev == self._device else None
+            self._put(parts, info, xattrs, None)
+            if names is None:
+                return None
+            stack.pop_all()
+            return fd, parts, names
 
     def _file(self, parent: int, name: str, parts: Parts) -> None:
-        fd = os.open(name, _FILE, dir_fd=parent)
+        with _reading(parts):
+            fd = os.open(name, _FILE, dir_fd=parent)
         try:
-            info = os.fstat(fd)
+            with _reading(parts):
+                info, xattrs = os.fstat(fd), _xattrs(fd)
+                data = _read_small(fd) if stat.S_ISREG(info.st_mode) and info.st_size <= SMALL_BYTES else b""
             if not stat.S_ISREG(info.st_mode):
                 raise refuse(parts, "it was replaced while being read")
-            node = self._put(parts, info, _xattrs(fd), None)
+            node = self._put(parts, info, xattrs, None)
             if node is None:
                 return
             if info.st_size <= SMALL_BYTES:
-                data = _read_small(fd)
                 node.size = len(data)
                 self.writer.add_bytes(node, data)
             else:
@@ -112,9 +119,10 @@ class DirectoryImport:
             os.close(fd)
 
     def _special(self, parent: int, name: str, parts: Parts, info: os.stat_result) -> None:
-        target = os.readlink(os.fsencode(name), dir_fd=parent) if stat.S_ISLNK(info.st_mode) else b""
-        path = f"/proc/self/fd/{parent}/{name}"
-        self._put(parts, info, _xattrs(path), target)
+        with _reading(parts):
+            target = os.readlink(os.fsencode(name), dir_fd=parent) if stat.S_ISLNK(info.st_mode) else b""
+            xattrs = _xattrs(f"/proc/self/fd/{parent}/{name}")
+        self._put(parts, info, xattrs, target)
 
     def _put(
         self, parts: Parts, info: os.stat_result, xattrs: tuple[tuple[bytes, bytes], ...], target: bytes | None
@@ -136,6 +144,24 @@ class DirectoryImport:
         if many:
             self._links[info.st_ino] = node
         return node
+
+
+@contextlib.contextmanager
+def _reading(parts: Parts) -> Iterator[None]:
+    """What cannot be read is an error of the request, which named it; the member is told."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _NOT_ITS_FAULT:
+            raise
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):
+            raise refuse(parts, "it was replaced while being read") from error
+        raise refuse(parts, f"it cannot be read: {(error.strerror or str(error)).lower()}") from error
+
+
+def _names(directory: int) -> list[str]:
+    """Those in an open directory, in the reverse of the order in which they are taken."""
+    return sorted(os.listdir(directory), key=os.fsencode, reverse=True)
 
 
 def _xattrs(file: int | str) -> tuple[tuple[bytes, bytes], ...]:
@@ -165,22 +191,28 @@ def _segments(fd: int, size: int, parts: Parts) -> Iterator[memoryview | int]:
     """Data and holes as the file system tells them (lseek(2), SEEK_DATA)."""
     position = 0
     while position < size:
-        try:
-            start = os.lseek(fd, position, os.SEEK_DATA)
-        except OSError as error:
-            if error.errno != errno.ENXIO:
-                raise
-            start = size  # only a hole is left
-        start = min(start, size)
+        with _reading(parts):
+            start = min(_next_data(fd, position, size), size)
         if start > position:
             yield start - position
             position = start
             continue
-        end = min(os.lseek(fd, position, os.SEEK_HOLE), size)
-        os.lseek(fd, position, os.SEEK_SET)
+        with _reading(parts):
+            end = min(os.lseek(fd, position, os.SEEK_HOLE), size)
+            os.lseek(fd, position, os.SEEK_SET)
         while position < end:
-            data = os.read(fd, min(_READ_BYTES, end - position))
+            with _reading(parts):
+                data = os.read(fd, min(_READ_BYTES, end - position))
             if not data:
                 raise refuse(parts, f"it shrank from {size} to {position} bytes while being read")
             yield memoryview(data)
             position += len(data)
+
+
+def _next_data(fd: int, position: int, size: int) -> int:
+    try:
+        return os.lseek(fd, position, os.SEEK_DATA)
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+        return size  # only a hole is left

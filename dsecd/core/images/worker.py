@@ -276,7 +276,10 @@ def _opened(path: str, progress: Progress) -> Iterator[tuple[ForwardReader, int]
         progress.start("read", size or None)
 
         def read(amount: int) -> bytes:
-            data = os.read(fd, amount)
+            try:
+                data = os.read(fd, amount)
+            except OSError as error:
+                raise InvalidSpec(f"import {path!r}: {(error.strerror or str(error)).lower()}") from error
             progress.done += len(data)
             return data
 
