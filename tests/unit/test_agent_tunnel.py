@@ -28,7 +28,7 @@ async def dialled(agent: FakeAgent, link: AgentLink, credit: int = 1000) -> tupl
 
 
 async def heard(sock: socket.socket) -> bytes:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         return await asyncio.get_running_loop().sock_recv(sock, 1 << 20)
 
 

@@ -549,7 +549,7 @@ class Terminal:
     def read(self, size: int) -> bytes:
         data = b""
         while len(data) < size:
-            assert select.select([self.ours], [], [], 20)[0], data
+            assert select.select([self.ours], [], [], 60)[0], data
             data += os.read(self.ours, 1000)
         return data
 

@@ -71,11 +71,11 @@ def port(tmp_path: Path) -> Iterator[Path]:
     yield path
     listener.shutdown(socket.SHUT_RDWR)
     listener.close()
-    thread.join(30)
+    thread.join(60)
 
 
 def _run(port: Path, line: str, *, stdin: bytes = b"", timeout_s: float = 30.0) -> Result:
-    channel = Channel(port, timeout_s=10)
+    channel = Channel(port, timeout_s=60)
     try:
         return channel.run(["sh", "-c", line], stdin=stdin, timeout_s=timeout_s, cwd="/")
     finally:
@@ -94,7 +94,7 @@ def test_a_signal_is_a_status_below_zero(port: Path) -> None:
 
 
 def test_a_command_that_cannot_be_started_is_told_apart(port: Path) -> None:
-    channel = Channel(port, timeout_s=10)
+    channel = Channel(port, timeout_s=60)
     assert channel.run(["/no/such/program"], cwd="/").reason == "not-started"
     # And the channel serves on.
     assert channel.run(["true"], cwd="/").ok
@@ -102,19 +102,19 @@ def test_a_command_that_cannot_be_started_is_told_apart(port: Path) -> None:
 
 
 def test_a_command_is_ended_at_its_time(port: Path) -> None:
-    result = _run(port, "echo before; sleep 60", timeout_s=0.2)
+    result = _run(port, "echo before; sleep 60", timeout_s=2)
     assert (result.reason, result.status, result.stdout) == ("timeout", -9, b"before\n")
 
 
 def test_input_that_nobody_reads_is_no_hindrance(port: Path) -> None:
-    channel = Channel(port, timeout_s=10)
+    channel = Channel(port, timeout_s=60)
     assert channel.run(["true"], stdin=bytes(5 << 20), cwd="/").ok
     assert channel.run(["cat"], stdin=b"next", cwd="/").stdout == b"next"
     channel.close()
 
 
 def test_what_a_command_leaves_behind_disturbs_no_later_one(port: Path, tmp_path: Path) -> None:
-    channel = Channel(port, timeout_s=10)
+    channel = Channel(port, timeout_s=60)
     # The child holds the output open beyond the command's end, which is told nevertheless, and writes to it.
     left = f"(cd {tmp_path}; until [ -e go ]; do sleep 0.05; done; echo late; touch said) & head -c 300000 /dev/zero"
     assert channel.run(["sh", "-c", left], cwd="/").stdout == bytes(300_000)

@@ -27,7 +27,7 @@ from libdsec.errors import Refused, WrongState
 from libdsec.routes import BY_NAME, ROUTES
 from tests.support.fake_core import Api, sandbox, serving
 
-LIMIT_S = 20
+LIMIT_S = 90
 
 
 @pytest.fixture(autouse=True)
@@ -635,13 +635,20 @@ def test_waiting_for_events_ends_when_one_comes(tmp_path: Path) -> None:
     run(tmp_path, body)
 
 
-def test_stopping_ends_waits_and_refuses_new_requests(tmp_path: Path) -> None:
+def test_stopping_ends_waits_and_refuses_new_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(api: Api) -> None:
         async with http(api) as client, asyncio.TaskGroup() as group:
             # Two connections that are kept: a new one would be refused.
             await asyncio.gather(*(client.get("/v1/events?since=0&wait_s=0.1") for _ in range(2)))
+            arrived, wait = asyncio.Event(), api.events.wait
+
+            async def noticed(*arguments: Any) -> Any:
+                arrived.set()
+                return await wait(*arguments)
+
+            monkeypatch.setattr(api.events, "wait", noticed)
             waiting = group.create_task(client.get("/v1/events?since=0&wait_s=60"))
-            await asyncio.sleep(0.05)
+            await arrived.wait()
             api.server.stop_accepting()
             answer = await client.get("/v1/version")
             assert (answer.status_code, answer.json()["code"], answer.json()["retryable"]) == (

@@ -194,11 +194,22 @@ def test_an_update_that_waited_for_a_deletion_finds_nothing(tmp_path: Path) -> N
         registry = cast(Registry, _Only(live))
         door = Admission(Gauge(Thresholds()), host.tasks, mode="off", max_waiting=0, tell=lambda _short: None)
         sandboxes = Sandboxes(registry, host.lifecycle, host.tasks, door, parallel=1)
-        async with live.lock:
-            deletion = asyncio.ensure_future(host.lifecycle.delete(live, "user"))
-            await asyncio.sleep(0.05)
-            update = asyncio.ensure_future(sandboxes.update(ROOT, "box", UpdateRequest(labels={"a": "b"})))
-            await asyncio.sleep(0.05)
+        begun, go_on = asyncio.Event(), asyncio.Event()
+
+        async def nothing() -> None:
+            """There is none to be made."""
+
+        async def slow() -> None:
+            begun.set()
+            await go_on.wait()
+
+        host.backend.more_steps = (Step("slow", "take long", nothing, slow),)
+        deletion = asyncio.ensure_future(host.lifecycle.delete(live, "user"))
+        await begun.wait()
+        update = asyncio.ensure_future(sandboxes.update(ROOT, "box", UpdateRequest(labels={"a": "b"})))
+        await asyncio.sleep(0.05)
+        assert not update.done()
+        go_on.set()
         await deletion
         with pytest.raises(NotFound):
             await update
@@ -289,7 +300,7 @@ def test_a_death_on_a_full_disk_is_told_to_those_who_wait(tmp_path: Path) -> Non
         await asyncio.sleep(0)
         host.store.full = True
         host.backend.children["box"].kill()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await waiter
         assert live.record.state == State.FAILED
 
