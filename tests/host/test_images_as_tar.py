@@ -133,7 +133,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     shutil.rmtree(directory)
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+#: The same examples in each run, as those of the unit tests; ``DSEC_TEST_LONG=1`` makes others each time.
+_SAME = not os.environ.get("DSEC_TEST_LONG")
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck), derandomize=_SAME)
 @given(layers=st.lists(archives, min_size=1, max_size=3))
 def test_a_tree_of_layers_is_what_tar_makes_of_them_in_a_root_of_its_own(
     layers: list[list[tuple[str, str, str]]], tools: Path, place: Path

@@ -120,7 +120,7 @@ class Box(Namespace):
         self.server6 = server6
 
     def connect(
-        self, kind: socket.SocketKind, *, family: int = socket.AF_INET, timeout_s: float = 6.0
+        self, kind: socket.SocketKind, *, family: int = socket.AF_INET, timeout_s: float = 20.0
     ) -> socket.socket:
         """A socket inside, connected to DNS."""
 
@@ -138,7 +138,7 @@ class Box(Namespace):
 
     def ask(
         self, name: str, kind: str = "A", *, tcp: bool = False, family: int = socket.AF_INET, edns: int | None = 0,
-        timeout_s: float = 6.0,
+        timeout_s: float = 20.0,
     ) -> dns.message.Message:  # fmt: skip
         """The answer to a query, by UDP or TCP.  Raises TimeoutError when there is none."""
         query = dns.message.make_query(name, kind, use_edns=edns, payload=None if edns is None else 1232)
@@ -148,7 +148,7 @@ class Box(Namespace):
         return answer
 
     def exchange(
-        self, data: bytes, *, tcp: bool = False, family: int = socket.AF_INET, timeout_s: float = 6.0
+        self, data: bytes, *, tcp: bool = False, family: int = socket.AF_INET, timeout_s: float = 20.0
     ) -> bytes:
         """The bytes that come back for bytes sent."""
         if not tcp:
