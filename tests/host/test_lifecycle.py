@@ -26,6 +26,7 @@ from libdsec.errors import (
     WrongState,
 )
 from libdsec.types import CreateRequest, ExecReason, ExecRequest, Limits, SandboxSpec
+from tests.support import cgroups
 from tests.support.daemon import Daemon
 from tests.support.rootfs import debian_tar
 from tests.support.slowdeath import held_in_exit
@@ -99,6 +100,8 @@ def test_pause_freezes_commands_and_nothing_else(daemon: Daemon, client: Client)
     assert client.pause(sandbox.id).state == "paused"
     events = (daemon.cgroup_dir / f"sandbox-{sandbox.id}" / "run" / "cgroup.events").read_text()
     assert "frozen 1" in events
+    # The agent, which is not frozen, may still read what was in the pipe.
+    until(lambda: stands_still(client, sandbox.id, "x"))
     first = client.exec_output(sandbox.id, "x").end
     time.sleep(0.3)
     assert client.exec_output(sandbox.id, "x").end == first
@@ -110,11 +113,18 @@ def test_pause_freezes_commands_and_nothing_else(daemon: Daemon, client: Client)
     until(lambda: client.exec_output(sandbox.id, "x").end > first)
 
 
+def stands_still(client: Client, sandbox_id: str, exec_id: str) -> bool:
+    """Whether nothing comes of a command for a moment in which much would."""
+    first = client.exec_output(sandbox_id, exec_id).end
+    time.sleep(0.3)
+    return client.exec_output(sandbox_id, exec_id).end == first
+
+
 def test_its_first_process_is_called_what_it_is(daemon: Daemon, client: Client) -> None:
     sandbox = client.create(spec())
     assert sh(client, sandbox.id, "cat /proc/1/comm") == "dsec-agent\n"
-    (pid,) = (daemon.cgroup_dir / f"sandbox-{sandbox.id}/agent/cgroup.procs").read_text().split()
-    shown = subprocess.run(["ps", "-o", "comm=", "-p", pid], capture_output=True, text=True, check=True)
+    pid = cgroups.first_process(daemon.cgroup_dir / f"sandbox-{sandbox.id}")
+    shown = subprocess.run(["ps", "-o", "comm=", "-p", str(pid)], capture_output=True, text=True, check=True)
     assert shown.stdout == "dsec-agent\n"
 
 
@@ -204,7 +214,7 @@ def test_a_death_that_takes_long_is_a_death_and_no_lost_agent(daemon: Daemon, cl
     sandbox = client.create(spec())
     client.exec_start(sandbox.id, ExecRequest(argv=("sleep", "600")))
     group = daemon.cgroup_dir / f"sandbox-{sandbox.id}"
-    (agent,) = (int(pid) for pid in (group / "agent/cgroup.procs").read_text().split())
+    agent = cgroups.first_process(group)
     sleeper = next(int(pid) for file in (group / "run").rglob("cgroup.procs") for pid in file.read_text().split())
     with held_in_exit(sleeper):
         os.kill(agent, signal.SIGKILL)
@@ -254,13 +264,18 @@ def test_ids_that_look_like_kernel_files_are_ordinary(client: Client) -> None:
 
 
 def test_ttl_deletes_and_time_paused_does_not_count(client: Client) -> None:
-    short = client.create(spec(ttl_s=3.5))
-    held = client.create(spec(ttl_s=3.5))
+    held = client.create(spec(ttl_s=600))
     client.pause(held.id)
+    began = time.monotonic()
+    short = client.create(spec(ttl_s=2))
     until(lambda: short.id not in {s.id for s in client.list_all()})
     assert client.inspect(held.id).expires_at is None
+    paused_s = time.monotonic() - began
     resumed = client.resume(held.id)
+    assert held.expires_at is not None
     assert resumed.expires_at is not None
+    assert paused_s - 0.1 <= (resumed.expires_at - held.expires_at).total_seconds() < 500
+    client.update(held.id, ttl_s=1)
     with pytest.raises(NotFound):
         client.wait(held.id, ["deleting", "stopped"], wait_s=60)
         client.wait(held.id, ["stopped"], wait_s=60)

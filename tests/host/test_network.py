@@ -18,6 +18,7 @@ import pytest
 from libdsec import Client
 from libdsec.errors import ConnectionFailed, DsecError, FeatureMissing, InvalidSpec, NotFound
 from libdsec.types import ExecRequest, NetworkState, SandboxSpec, State
+from tests.support import cgroups
 from tests.support.daemon import Daemon
 from tests.support.imports import import_python
 from tests.support.netlab import FAR4, FAR6, HOST4, HOST6, METADATA4, NEAR4, NEAR6, PRIVATE4, PRIVATE6, Lab
@@ -129,8 +130,7 @@ def test_what_kernels_say_by_themselves_is_no_attempt(lab: Lab, daemon: Daemon, 
     """Each end of the device reports its multicast groups, twice; none of it gets through."""
     box = make(client, f"tcp:{NEAR4}:443")
     device = client.network(box).device
-    files = (daemon.cgroup_dir / f"sandbox-{box}").rglob("cgroup.procs")
-    pid = next(pid for file in files for pid in file.read_text().split())
+    pid = cgroups.first_process(daemon.cgroup_dir / f"sandbox-{box}")
 
     def sent(where: str | Path, name: str) -> int:
         shown = lab.run(where, f"cat /proc/net/dev_snmp6/{name}")

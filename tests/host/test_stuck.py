@@ -13,6 +13,7 @@ from dsecd.linux import mount, mountns
 from libdsec import Client
 from libdsec.errors import NotFound, TimedOut
 from libdsec.types import ExecRequest, SandboxSpec
+from tests.support import cgroups
 from tests.support.daemon import Daemon
 from tests.support.rootfs import debian_tar
 from tests.support.waiting import until
@@ -40,8 +41,7 @@ def test_deletion_is_bounded_and_made_up_for_later_fl30(dead_mount: tuple[int, i
     with Daemon() as daemon, daemon.client() as client:
         client.finish(client.image_import(name="debian:trixie", source=str(debian_tar()), kind="rootfs-tar"))
         box = client.create(SandboxSpec(image="debian:trixie"))
-        group = daemon.cgroup_dir / f"sandbox-{box.id}"
-        pid = next(int(word) for path in group.rglob("cgroup.procs") for word in path.read_text().split())
+        pid = cgroups.first_process(daemon.cgroup_dir / f"sandbox-{box.id}")
         mountns.run_in(f"/proc/{pid}/ns/mnt", lambda: mount.attach(mounted, Path("/mnt")))
         _length, operation, unique = struct.unpack_from("<IIQ", os.read(device, 1 << 17))
         assert operation == 26  # FUSE_INIT
@@ -52,7 +52,7 @@ def test_deletion_is_bounded_and_made_up_for_later_fl30(dead_mount: tuple[int, i
         began = time.monotonic()
         with pytest.raises(TimedOut, match="stuck in the kernel"):
             client.delete(box.id)
-        assert time.monotonic() - began < 60
+        assert time.monotonic() - began < 120
         assert client.inspect(box.id).state == "deleting"
         other = client.create(SandboxSpec(image="debian:trixie"))
         client.delete(other.id)

@@ -24,6 +24,7 @@ from typing import Self
 
 from libdsec import Client
 from libdsec.types import ExecRequest, SandboxSpec
+from tests.support.cgroups import first_process
 from tests.support.netlab import FAR4, FAR6, HOST4, NEAR4, NEAR6, Lab
 
 _ESCAPE = Path(__file__).with_name("escape.py")
@@ -43,14 +44,13 @@ _ARRIVES_S = 60.0
 class Target:
     """A sandbox, its namespace and what has passed the host's end of its device."""
 
-    def __init__(self, lab: Lab, client: Client, image: str, cgroups: Path, *policy: str) -> None:
-        """``cgroups``: the folder of the daemon's cgroups of sandboxes."""
+    def __init__(self, lab: Lab, client: Client, image: str, groups: Path, *policy: str) -> None:
+        """``groups``: the folder of the daemon's cgroups of sandboxes."""
         self.lab, self._client = lab, client
         self.id = client.create(SandboxSpec(image=image, network=policy)).id
         state = client.network(self.id)
         self.device, (self.own4, self.own6) = state.device, state.addresses
-        procs = (cgroups / f"sandbox-{self.id}").rglob("cgroup.procs")
-        self.pid = next(pid for file in procs for pid in file.read_text().split())
+        self.pid = first_process(groups / f"sandbox-{self.id}")
         lab.run(lab.host, f"""nft -f - <<'X'
 table netdev {self.device} {{
   chain passed {{ type filter hook ingress device "{self.device}" priority 0; policy accept; counter; }}

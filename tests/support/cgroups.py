@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cgroups that tests made, and their end.
+"""Cgroups of tests and of sandboxes.
 
-Here: killing and removing a whole tree of them. Not here: what runs in them.
+Here: killing and removing a whole tree of them, and who is the first in one. Not here: what runs in them.
 """
 
 import time
 from contextlib import suppress
 from pathlib import Path
+
+from tests.support.waiting import until
 
 
 def remove_tree(top: Path, timeout_s: float = 60.0) -> None:
@@ -27,3 +29,15 @@ def remove_tree(top: Path, timeout_s: float = 60.0) -> None:
                 folder.rmdir()
         if top.exists():
             time.sleep(0.01)
+
+
+def first_process(sandbox: Path) -> int:
+    """The pid of a container's first process, by the container's cgroup.
+
+    In its first moments a child moves it into a place of its own, which takes the kernel its time; until then there are
+    two, and which is which nobody tells.
+    """
+    place = sandbox / "agent/cgroup.procs"
+    until(place.read_text)
+    (pid,) = place.read_text().split()
+    return int(pid)
