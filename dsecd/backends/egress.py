@@ -12,6 +12,7 @@ new folder, and what an earlier daemon attached stays in force on each device un
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import shutil
@@ -98,6 +99,25 @@ class Counts:
     denied_out: int
     denied_in: int
     recent: tuple[Denied, ...]  # newest first
+
+
+def _replaced(pinned: Path, program: int) -> bool:
+    """Let a pinned link, if there is one, lead to this program. One whose cgroup has gone is forgotten: systemd removes
+    the empty cgroup of a unit that ends."""
+    try:
+        link = bpf.get(pinned)
+    except FileNotFoundError:
+        return False
+    try:
+        bpf.replace_program(link, program)
+    except OSError as error:
+        if error.errno != errno.ENOLINK:
+            raise
+        pinned.unlink()
+        return False
+    finally:
+        os.close(link)
+    return True
 
 
 def protocol_name(number: int) -> str:
@@ -189,13 +209,10 @@ class Egress:
         for name, kind in _HOOKS.items():
             program = bpf.get(self._place / name)
             try:
-                if not (links / name).exists():
+                if not _replaced(links / name, program):
                     link = bpf.attach_cgroup(program, cgroup, kind)
                     bpf.pin(link, links / name)
-                else:
-                    link = bpf.get(links / name)
-                    bpf.replace_program(link, program)
-                os.close(link)
+                    os.close(link)
             finally:
                 os.close(program)
 

@@ -257,6 +257,22 @@ def test_enforcement_and_connections_do_not_need_the_daemon(lab: Lab, daemon: Da
     assert not [line for line in lab.packets()[seen:] if f" {FAR4} 80 " in line]
 
 
+def test_policies_are_enforced_after_the_cgroup_of_all_sandboxes_has_gone(
+    lab: Lab, daemon: Daemon, client: Client
+) -> None:
+    """systemd removes it when the unit ends and no sandbox lives, and with it goes what was attached to it."""
+    box = make(client, f"tcp:{NEAR4}:443")
+    client.delete(box)
+    daemon.kill()
+    cgroups.remove_tree(daemon.cgroup_dir)
+    daemon.start()
+    with daemon.client() as again:
+        box = make(again, f"tcp:{NEAR4}:443")
+        assert reach(again, box, f"tcp/{NEAR4}/443", f"tcp/{FAR4}/443") == {
+            f"tcp/{NEAR4}/443": HOST4, f"tcp/{FAR4}/443": "EPERM",
+        }  # fmt: skip
+
+
 @contextlib.contextmanager
 def _another_build(daemon: Daemon, *options: str) -> Iterator[None]:
     """While the block lasts, the daemon finds programs that were built with these options of the compiler."""
