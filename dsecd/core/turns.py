@@ -30,6 +30,8 @@ _RANGES_MAX = 128
 _SLOW = 1.5
 #: Beyond that and what the quota takes: until DAMON has split the address space where it differs.
 _SETTLE_S = 5.0
+#: A turn that leaves less than this part of what it could have taken has brought what it can: others wait for theirs.
+_ALL_BUT = 8
 _CHUNK_BYTES = 8 << 20
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -48,8 +50,12 @@ class _Turn:
     sandbox_id: str
     cgroup: Path
     before_bytes: int
+    most_bytes: int  # that it can bring
     last_bytes: int  # when it was looked at last
     ends_at: float
+
+    def is_done(self, now_bytes: int) -> bool:
+        return self.before_bytes - now_bytes >= self.most_bytes - self.most_bytes // _ALL_BUT
 
 
 def memory_bytes(path: Path) -> int | None:
@@ -90,17 +96,19 @@ class DamonTurns:
             return False
         watched_bytes = sum(end - begin for target in targets for begin, end in target.ranges)
         lasts_s = _SLOW * age_s + watched_bytes / self._quota + _SETTLE_S
-        self._turns[index] = _Turn(sandbox_id, path, before, before, time.monotonic() + lasts_s)
+        # What is watched may be others' memory, too, and partly none at all.
+        most_bytes = min(before, watched_bytes)
+        self._turns[index] = _Turn(sandbox_id, path, before, most_bytes, before, time.monotonic() + lasts_s)
         return True
 
     def end(self, *, all_of_them: bool = False) -> list[Ended]:
-        """End those whose time is over and that bring no more, or whose sandbox has ended."""
+        """End those that took next to all, whose time is over and that bring no more, or whose sandbox has ended."""
         ended = []
         for index, turn in list(self._turns.items()):
-            over = all_of_them or not damon.runs(index)
+            now = memory_bytes(turn.cgroup)
+            over = all_of_them or not damon.runs(index) or (now is not None and turn.is_done(now))
             if not over and time.monotonic() < turn.ends_at:
                 continue
-            now = memory_bytes(turn.cgroup)
             if not over and now is not None and now < turn.last_bytes - _CHUNK_BYTES:
                 # Slower than the quota, as compressing may be, but still at it.
                 self._turns[index] = replace(turn, last_bytes=now, ends_at=time.monotonic() + 2 * _SETTLE_S)

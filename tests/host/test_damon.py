@@ -4,14 +4,16 @@
 DAMON is one for the whole host: where somebody uses it already, these tests keep away.
 """
 
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from dsecd.core.turns import worth_watching
-from dsecd.linux import damon, mechanisms, swap
+from dsecd.core import turns
+from dsecd.core.turns import DamonTurns, worth_watching
+from dsecd.linux import cgroup, damon, mechanisms, swap
 from tests.support.waiting import until
 
 MIB = 1 << 20
@@ -63,6 +65,23 @@ def zram() -> Iterator[None]:
 
 
 @pytest.fixture
+def idle_group() -> Iterator[Path]:
+    """A cgroup with a process that wrote to 64 MiB and does no more."""
+    # Below the root of all, where the memory controller is.
+    path = cgroup.root() / f"test-damon-{os.getpid()}"
+    path.mkdir()
+    program = f"open('{path}/cgroup.procs', 'w').write('0'); space = b'x' * (64 << 20); print('ready', flush=True); "
+    try:
+        with subprocess.Popen(["python3", "-c", f"{program}input()"], stdin=-1, stdout=-1) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+            yield path
+            process.kill()
+    finally:
+        path.rmdir()
+
+
+@pytest.fixture
 def toucher() -> Iterator[int]:
     with subprocess.Popen(["python3", "-c", _PROGRAM], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -88,6 +107,29 @@ def test_what_nobody_touches_is_paged_out_and_what_is_touched_stays(toucher: int
     assert before > 64 * MIB
     # 16 MiB are touched all the time, beside the program itself.
     assert resident(toucher) > 16 * MIB
+
+
+@pytest.mark.usefixtures("zram", "mark")
+def test_a_turn_that_has_taken_next_to_all_ends_before_its_time(
+    idle_group: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Its time is never over while this runs.
+    monkeypatch.setattr(turns, "_SETTLE_S", 3600.0)
+    taken = DamonTurns(tmp_path / "mark", 1, 256 * MIB)
+    taken.take()
+    try:
+        assert taken.start("sandbox", idle_group, 1.0)
+        ended: list[turns.Ended] = []
+
+        def over() -> bool:
+            ended.extend(taken.end())
+            return bool(ended)
+
+        until(over, 240)
+        assert ended[0].before_bytes - ended[0].after_bytes > 48 * MIB
+        assert (taken.free, damon.runs(0)) == (1, False)
+    finally:
+        taken.give_back()
 
 
 def test_a_kdamond_ends_with_what_it_watches_and_is_used_again(mark: int) -> None:

@@ -85,8 +85,9 @@ def _lock(lock: TextIO, tell: Callable[[str], object]) -> None:
 class VmHost:
     """One running machine. Leave the block, or call ``close``, to end it and remove its disk."""
 
-    def __init__(self, kernel: Kernel, base: Image | Saved) -> None:
-        """Boot from an image, or continue a saved machine.  Hold ``only_machine``.  Raises QemuError, ChannelError."""
+    def __init__(self, kernel: Kernel, base: Image | Saved, *, more: Sequence[str] = ()) -> None:
+        """Boot from an image, or continue a saved machine, in a QEMU that is given ``more`` arguments, which are none
+        of devices.  Hold ``only_machine``.  Raises QemuError, ChannelError."""
         self.kernel = kernel
         # Sockets lie in it, whose paths may not be long.
         self.folder = Path(tempfile.mkdtemp(prefix="dsec-vm-", dir="/var/tmp"))
@@ -94,10 +95,10 @@ class VmHost:
         self._machine: qemu.Qemu | None = None
         try:
             if isinstance(base, Saved):
-                self._continue(base)
+                self._continue(base, more)
             else:
                 qemu.overlay(base.disk, "raw", self.folder / "disk.qcow2")
-                self._machine = qemu.Qemu(self.folder, kernel.image, kernel.initrd)
+                self._machine = qemu.Qemu(self.folder, kernel.image, kernel.initrd, more=more)
                 self._channel = Channel(self._machine.agent_socket, timeout_s=BOOT_S)
         except BaseException as error:
             error.add_note(f"the guest's console ends with:\n{self.console()[-3000:]}")
@@ -220,9 +221,9 @@ class VmHost:
             self._machine.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _continue(self, saved: Saved) -> None:
+    def _continue(self, saved: Saved, more: Sequence[str]) -> None:
         qemu.overlay(saved.disk, "qcow2", self.folder / "disk.qcow2")
-        self._machine = qemu.Qemu(self.folder, saved.kernel.image, saved.kernel.initrd, incoming=True)
+        self._machine = qemu.Qemu(self.folder, saved.kernel.image, saved.kernel.initrd, incoming=True, more=more)
         self._machine.load(saved.memory)
         self._channel = Channel(self._machine.agent_socket, timeout_s=_RESTORE_S)
         self.set_clock()

@@ -62,8 +62,10 @@ def overlay(base: Path, form: str, target: Path) -> None:
 class Qemu:
     """A machine in ``folder``, which holds its disk, sockets and logs. It ends with this process at the latest."""
 
-    def __init__(self, folder: Path, kernel: Path, initrd: Path | None, *, incoming: bool = False) -> None:
-        """Start it; with ``incoming`` it waits for ``load``.  Raises QemuError."""
+    def __init__(
+        self, folder: Path, kernel: Path, initrd: Path | None, *, incoming: bool = False, more: Sequence[str] = ()
+    ) -> None:
+        """Start it, with ``more`` arguments; with ``incoming`` it waits for ``load``.  Raises QemuError."""
         self.folder = folder
         self.console, self.agent_socket = folder / "console.log", folder / "agent"
         self._errors = folder / "qemu.log"
@@ -76,7 +78,7 @@ class Qemu:
             "-chardev", f"socket,id=agent,path={self.agent_socket},server=on,wait=off",
             "-device", f"virtserialport,chardev=agent,name={PORT}",
             "-qmp", f"unix:{folder}/control,server=on,wait=off",
-            *(["-incoming", "defer"] if incoming else []),
+            *(["-incoming", "defer"] if incoming else []), *more,
         ]  # fmt: skip
         with self._errors.open("wb") as errors:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors)
