@@ -57,13 +57,13 @@ class Agent:
 
     def stop(self) -> None:
         self.process.kill()
-        self.process.wait(20)
+        self.process.wait(60)
         cgroups.remove_tree(self.cgroup)
 
     @asynccontextmanager
     async def link(self, generation: int = 1, lost: list[LinkLost] | None = None) -> AsyncIterator[AgentLink]:
         report = (lost if lost is not None else []).append
-        link = await connect(self.path, generation=generation, timeout_s=20, on_lost=report)
+        link = await connect(self.path, generation=generation, timeout_s=60, on_lost=report)
         yield link
         await link.close()
 
@@ -74,7 +74,7 @@ class Agent:
             lost: list[LinkLost] = []
             async with self.link(lost=lost) as link, asyncio.timeout(60):
                 await story(link)
-                await link.ping(20)
+                await link.ping(60)
                 channels = link._conn.channels
                 assert channels.keys() == {0}, channels
             assert lost == []
@@ -330,7 +330,7 @@ def test_shutdown_ends_the_agent(agent: Agent) -> None:
             except LinkLost as error:
                 event = error
             assert isinstance(event, Exit | LinkLost)
-        assert await asyncio.to_thread(agent.process.wait, 20) == 0
+        assert await asyncio.to_thread(agent.process.wait, 60) == 0
 
     asyncio.run(main())
 

@@ -75,7 +75,7 @@ def test_input_goes_on(daemon: Daemon) -> None:
             running.stdin.flush()
             assert running.stdout.readline() == f"line {number}\n"
             daemon.restart()
-        assert running.communicate(timeout=30) == ("", "")
+        assert running.communicate(timeout=90) == ("", "")
         assert running.returncode == 0
 
 

@@ -165,7 +165,7 @@ def test_sigterm_breaks_waiting_off_and_takes_no_time(daemon: Daemon) -> None:
     time.sleep(0.2)
     began = time.monotonic()
     daemon.stop()
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60
     assert waiting.recv(1000).startswith(b"HTTP/1.1 200 OK\r\n")
     waiting.close()
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.once import make_once
 from tests.support.rootfs import clean_environment
 
 _CHECKOUT = Path(__file__).resolve().parents[2]
@@ -51,11 +52,8 @@ def depends() -> str:
 def minimal() -> Path:
     """A root with the dependencies installed; built when the cache has none for these."""
     wanted = depends()
-    cache = Path(os.environ.get("DSEC_BUILD_CACHE", "/var/tmp")) / "deb"
-    root = cache / f"root-{hashlib.sha256(wanted.encode()).hexdigest()[:16]}"
-    if not root.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        partial = cache / f"partial-{os.getpid()}"
+
+    def make(partial: Path) -> None:
         hook = f'chroot "$1" apt-get --yes --no-install-recommends satisfy "{wanted}"'
         command = [
             "mmdebstrap", "--quiet", "--variant=minbase", "--format=directory", f"--customize-hook={hook}",
@@ -64,8 +62,9 @@ def minimal() -> Path:
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=clean_environment())
         assert done.returncode == 0, done.stderr[-3000:]
-        partial.rename(root)
-    return root
+
+    cache = Path(os.environ.get("DSEC_BUILD_CACHE", "/var/tmp")) / "deb"
+    return make_once(cache / f"root-{hashlib.sha256(wanted.encode()).hexdigest()[:16]}", make)
 
 
 @pytest.fixture

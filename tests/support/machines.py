@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.once import make_once
+
 #: Names a kernel for guests, other than the one found here.
 VARIABLE = "DSEC_TEST_GUEST_KERNEL"
 #: A guest that is emulated on a busy machine takes its time.
@@ -45,18 +47,15 @@ def guest_kernel() -> Path:
 
 def debian_kernel() -> Path:
     """Debian's cloud kernel with its modules, unpacked from the archive once. Skips when the archive is not there."""
-    folder = _cache() / "cloud-kernel"
-    found = sorted(folder.glob("tree/boot/vmlinuz-*"))
-    if not found:
-        try:
-            _fetch(folder)
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"no kernel for guests: {error.cmd[0]} {error.cmd[-1]}: {error.stderr.decode()[-300:]}")
-        found = sorted(folder.glob("tree/boot/vmlinuz-*"))
-    return found[-1]
+    try:
+        tree = make_once(_cache() / "cloud-kernel/tree", _fetch)
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"no kernel for guests: {error.cmd[0]} {error.cmd[-1]}: {error.stderr.decode()[-300:]}")
+    return max(tree.glob("boot/vmlinuz-*"))
 
 
-def _fetch(folder: Path) -> None:
+def _fetch(target: Path) -> None:
+    folder = target.parent
     for name in ("lists/partial", "archives/partial"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     # Lists of its own: those of the system are gone, or another run's.
@@ -65,9 +64,7 @@ def _fetch(folder: Path) -> None:
     depends = _run("apt-cache", *options, "depends", _PACKAGE)
     package = next(line.split()[-1] for line in depends.splitlines() if "Depends: linux-image" in line)
     _run("apt-get", "-q", *options, "download", package, cwd=folder)
-    partial = folder / "tree.partial"
-    _run("dpkg-deb", "-x", str(next(folder.glob(f"{package}_*.deb"))), str(partial))
-    partial.rename(folder / "tree")
+    _run("dpkg-deb", "-x", str(next(folder.glob(f"{package}_*.deb"))), str(target))
 
 
 def _run(*argv: str, cwd: Path | None = None) -> str:

@@ -9,22 +9,22 @@ import os
 import subprocess
 from pathlib import Path
 
+from tests.support.once import make_once
+
 SUITE = "trixie"
 
 
 def debian_tar(*, include: tuple[str, ...] = ()) -> Path:
     """A tar of a minimal Debian with the packages named; built by mmdebstrap when the cache has none."""
-    cache = Path(os.environ.get("DSEC_BUILD_CACHE", "/var/tmp")) / "debian"
-    cache.mkdir(parents=True, exist_ok=True)
-    tar = cache / f"{'-'.join([SUITE, *include])}.tar"
-    if not tar.exists():
-        partial = tar.with_name(f"partial-{os.getpid()}-{tar.name}")
+
+    def make(partial: Path) -> None:
         command = ["mmdebstrap", "--quiet", "--variant=minbase", "--format=tar", SUITE, str(partial)]
         if include:
             command.insert(1, f"--include={','.join(include)}")
         subprocess.run(command, check=True, capture_output=True, env=clean_environment())
-        partial.rename(tar)
-    return tar
+
+    cache = Path(os.environ.get("DSEC_BUILD_CACHE", "/var/tmp")) / "debian"
+    return make_once(cache / f"{'-'.join([SUITE, *include])}.tar", make)
 
 
 def clean_environment() -> dict[str, str]:
