@@ -25,7 +25,7 @@ from libdsec.errors import DsecError
 
 #: systemd may hold the unit in a slice of its own choice, or of the operator's.
 _UNITS = ("dsecd.service", "*.slice/dsecd.service", "*.slice/*.slice/dsecd.service")
-_PROFILES = (policy.DEFAULT, policy.MONITOR, "dsecd")
+_PROFILES = (policy.DEFAULT, *policy.MONITORS, "dsecd")
 #: How long killed processes may take to go: one may be writing to a slow disk.
 _GONE_TIMEOUT_S = 20.0
 

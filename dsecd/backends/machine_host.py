@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dsecd.backends import confinement, policy
+from dsecd.backends import confinement
 from dsecd.backends.base import Site
-from dsecd.vmm import guest
+from dsecd.vmm import guest, qemu
 from dsecd.vmm.base import Driver
 from dsecd.vmm.choice import Choice
+from dsecd.vmm.firecracker import driver as firecracker
 from dsecd.vmm.firecracker import install
 from dsecd.vmm.firecracker.driver import Firecracker
 from dsecd.vmm.guest import Boot
 from dsecd.vmm.qemu import Qemu
-from libdsec import errors
 
 
 class MachineHost:
@@ -28,9 +28,10 @@ class MachineHost:
         settings = site.machines
         self._configured = settings.kernel
         self._agent = site.agent
-        self._required = site.apparmor == "require"
-        #: Why no monitor is confined by AppArmor; empty when they can be.
-        self._unconfined = confinement.why_unconfined(site.apparmor, policy.MONITOR)
+        #: By profile, why no monitor is confined by it; empty when they can be.
+        self._unconfined = {
+            name: confinement.why_unconfined(site.apparmor, name) for name in (qemu.PROFILE, firecracker.PROFILE)
+        }
         self.directory = site.state_dir / "guest"
         programs = install.find(settings.firecracker)
         self.driver: Driver = Choice(
@@ -48,18 +49,12 @@ class MachineHost:
 
     def profile(self, *, network: bool) -> str:
         """The AppArmor profile that the monitor of a machine will be confined by; nothing when empty."""
-        return "" if self._unconfined or not self.driver.confines(network=network) else policy.MONITOR
+        name = self.driver.profile(network=network)
+        return "" if self._unconfined[name] else name
 
     def check_profile(self, *, network: bool) -> list[str]:
-        """Raise FeatureMissing where it has none and must; name the default that is off."""
-        if self.profile(network=network):
-            return []
-        if self._required:
-            raise errors.FeatureMissing(
-                "confine a microVM by AppArmor, which is required: Firecracker runs without a profile",
-                hint="set 'microvm.monitor' to \"qemu\" in the configuration", feature="apparmor",
-            )  # fmt: skip
-        return ["apparmor"]
+        """Name the default that is off. Where AppArmor is required, there is no daemon without both profiles."""
+        return [] if self.profile(network=network) else ["apparmor"]
 
     def probe(self) -> tuple[bool, str]:
         """Whether machines work here, and how or why not. Blocks. Runs in a thread."""

@@ -19,8 +19,8 @@ from libdsec.types import AppArmor
 
 #: The profile of sandboxes without rules of their own.
 DEFAULT = "dsec-sandbox"
-#: The profile of monitors of virtual machines.
-MONITOR = "dsec-monitor"
+#: The profiles of monitors of virtual machines: QEMU's, Firecracker's and its jailer's.
+MONITORS = ("dsec-monitor", "dsec-firecracker", "dsec-jailer")
 _OUTSIDE = "/dsec-outside"
 _FLAGS = f"attach_disconnected, attach_disconnected.path={_OUTSIDE}, mediate_deleted"
 

@@ -77,6 +77,18 @@ def label(pid: int) -> str:
     return text.strip("\0\n").partition(" (")[0]
 
 
+def confine_next(name: str) -> None:
+    """Have the next program that the calling thread, or a child it makes meanwhile, executes confined by a profile.
+
+    Raises OSError: ENOENT when it is not loaded, EACCES when the caller's own profile forbids it.
+    """
+    fd = os.open("/proc/thread-self/attr/apparmor/exec", os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(fd, f"exec {name}".encode())
+    finally:
+        os.close(fd)
+
+
 def compiler() -> str:
     """The compiler that there is, in a form that changes when it does.  Raises FileNotFoundError without one."""
     path = shutil.which("apparmor_parser", path=proc.MINIMAL_ENV["PATH"])

@@ -53,7 +53,7 @@ class Place:
     rundir: Path  # its own directory, 0700 and root's, made and removed by the caller: sockets, logs, pid
     cgroup: Path  # exists; the monitor is started in it
     uid: int  # user and group of the monitor, nobody else's
-    profile: str = ""  # the AppArmor profile, loaded, that a driver which confines its monitors puts them under
+    profile: str = ""  # what ``Driver.profile`` said, loaded; empty where monitors are not confined
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,8 @@ class Driver(Protocol):
         """
         ...
 
-    def confines(self, *, network: bool) -> bool:
-        """Whether machines, with or without a ``network`` device, run under their place's ``profile``. May
+    def profile(self, *, network: bool) -> str:
+        """The AppArmor profile that was written for the monitors of machines with or without a ``network`` device. May
         block for a moment the first time."""
         ...
 

@@ -90,9 +90,9 @@ class Choice:
     async def save(self, place: Place, target: Snapshot) -> Mapping[str, str]:
         return await self._of(place).save(place, target)
 
-    def confines(self, *, network: bool) -> bool:
+    def profile(self, *, network: bool) -> str:
         wanted = self._qemu if network and self._asked != "firecracker" else self.chosen()
-        return wanted.confines(network=network)
+        return wanted.profile(network=network)
 
     def likeness(self, *, network: bool) -> Mapping[str, str]:
         return self._for(network=network).likeness(network=network)

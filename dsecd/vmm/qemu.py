@@ -32,6 +32,8 @@ from dsecd.vmm.cage import FILES, Cage
 from dsecd.vmm.qmp import Qmp
 
 PROGRAM = "qemu-system-x86_64"
+#: In apparmor/, as is its name.
+PROFILE = "dsec-monitor"
 _PORT = "dsec.agent"
 _AGENT_FD, _CONTROL_FD, _MEMORY_FD, _NIC_FD = 3, 4, 5, 6  # and of further devices those above
 _ANSWER_S = 20.0
@@ -90,9 +92,9 @@ class Qemu:
             return Probe(works=False, detail=str(error))
         return Probe(works=True, detail=f"QEMU {version} with {self._accelerator()}")
 
-    def confines(self, *, network: bool) -> bool:
+    def profile(self, *, network: bool) -> str:
         del network
-        return True
+        return PROFILE
 
     def likeness(self, *, network: bool) -> Mapping[str, str]:
         del network

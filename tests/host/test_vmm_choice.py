@@ -58,9 +58,9 @@ class Other:
     async def save(self, *_: Any) -> Any: ...
     async def memory(self, *_: Any) -> Any: ...
 
-    def confines(self, *, network: bool) -> bool:
+    def profile(self, *, network: bool) -> str:
         del network
-        return True
+        return "dsec-monitor"
 
     def likeness(self, *, network: bool) -> dict[str, str]:
         return {"monitor": self.name, "network": str(network)}

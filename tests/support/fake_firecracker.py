@@ -1,4 +1,4 @@
-#!/usr/bin/python3
+#!/usr/bin/python3 -IS
 # SPDX-License-Identifier: Apache-2.0
 """A program with Firecracker's command line and API, but no virtual machine: strict where Firecracker is.
 

@@ -1,4 +1,4 @@
-#!/usr/bin/python3
+#!/usr/bin/python3 -IS
 # SPDX-License-Identifier: Apache-2.0
 """A program with the jailer's command line that does what its documentation says, in that order.
 

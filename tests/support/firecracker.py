@@ -57,12 +57,12 @@ class House:
         self.driver = driver(programs, self.base, self.launch_ns)
         return self.driver
 
-    def place(self, name: str = "vm1", number: int = 0) -> Place:
+    def place(self, name: str = "vm1", number: int = 0, *, profile: str = "") -> Place:
         rundir = self.base / "run" / name
         rundir.mkdir(mode=0o700, parents=True, exist_ok=True)
         group = self.cgroup / name
         group.mkdir(exist_ok=True)
-        return Place(name, rundir, group, _UID + number)
+        return Place(name, rundir, group, _UID + number, profile)
 
     def machine(self, name: str = "vm1", *, layers: int = 2) -> Machine:
         """A machine with a disk of its own and layers that all share."""

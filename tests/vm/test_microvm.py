@@ -12,3 +12,8 @@ from tests.vm.inside import run_pytest
 def test_microvms_of_the_installed_package(dsec_vm: VmHost) -> None:
     guests.prepare(dsec_vm)
     run_pytest(dsec_vm, "test_microvm.py")
+
+
+def test_firecrackers_profiles_let_it_do_what_it_does(dsec_vm: VmHost) -> None:
+    # After the other, which has made it a host for microVMs.
+    run_pytest(dsec_vm, "test_firecracker.py", support=("firecracker", "fake_firecracker", "fake_jailer", "waiting"))

@@ -20,7 +20,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 
-from dsecd.linux import cgroup, cpuinfo, mountns, pidfd, proc, syscalls
+from dsecd.linux import apparmor, cgroup, cpuinfo, mountns, pidfd, proc, syscalls
 from dsecd.linux.mechanisms import by_name
 from dsecd.linux.pidfd import Process
 from dsecd.vmm.base import Machine, Place, Probe, Snapshot
@@ -37,6 +37,8 @@ from dsecd.vmm.firecracker.errors import (
 from dsecd.vmm.firecracker.jail import Jail, Limits, Programs
 from dsecd.vmm.firecracker.plan import AGENT_PORT, binds, largest_file, load, requests
 
+#: In apparmor/dsec-firecracker: the jailer's becomes Firecracker's when the one executes the other.
+PROFILE, _JAILER_PROFILE = "dsec-firecracker", "dsec-jailer"
 _JAILER_TIMEOUT_S = 30.0
 _START_TIMEOUT_S = 15.0
 #: A snapshot writes all of the guest's memory, at disk speed.
@@ -222,10 +224,9 @@ class Firecracker:
         }  # fmt: skip
         return {name: value for name, value in told.items() if value is not None}
 
-    def confines(self, *, network: bool) -> bool:
-        """Not yet: its jailer, which is mighty, starts it."""
+    def profile(self, *, network: bool) -> str:
         del network
-        return False
+        return PROFILE
 
     def likeness(self, *, network: bool) -> Mapping[str, str]:
         del network
@@ -249,6 +250,9 @@ class Firecracker:
 
 def _run_jailer(place: Place, home: Jail, limits: Limits) -> None:
     group = place.cgroup.relative_to(cgroup.root())
+    if place.profile:
+        # On a thread that executes nothing else.
+        apparmor.confine_next(_JAILER_PROFILE)
     try:
         proc.run_blocking(home.argv(str(group), limits), timeout_s=_JAILER_TIMEOUT_S)
     except proc.ProcessFailed as error:
