@@ -3,7 +3,6 @@
 life of a daemon, from its death to the package's removal. They run in this order."""
 
 import json
-import statistics
 
 from tests.vm import packages
 from tests.vm.host import VmHost
@@ -54,7 +53,8 @@ def test_root_inside_is_denied_and_work_goes_on(dsec_vm: VmHost) -> None:
 def test_loading_takes_milliseconds_and_compiling_longer(dsec_vm: VmHost) -> None:
     times = json.loads(dsec_vm.run(["python3", "-c", _TIMES]).text)
     print(f"N=10, in ms on an emulated processor: {times}")
-    load, compiling = statistics.median(times["load"]), statistics.median(times["compile"])
+    # The best of ten: what others do on this machine only adds to it.
+    load, compiling = min(times["load"]), min(times["compile"])
     assert load < 50
     assert load * 3 < compiling
 

@@ -35,7 +35,7 @@ def _top(sandbox: Sandbox) -> Path:
     return top
 
 
-def _until(what: Callable[[], bool], timeout_s: float = 30.0) -> None:
+def _until(what: Callable[[], bool], timeout_s: float = 180.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not what():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -159,7 +159,7 @@ def test_a_fork_bomb_ends_at_the_limit_and_harms_nobody(client: Client) -> None:
         # Each level forks two; what cannot fork any more waits.
         bomb = "f() { f & f & sleep 600; }; f"
         process = bombed.popen("sh", "-c", bomb)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while _keyed(group / "pids.events")["max"] == 0:
             assert time.monotonic() < deadline, (group / "pids.current").read_text()
             time.sleep(0.2)
@@ -175,14 +175,19 @@ def test_processor_time_is_held_to_its_share(client: Client) -> None:
         quota, period = (int(word) for word in (group / "cpu.max").read_text().split())
         assert quota / period == pytest.approx(0.3)
         process = sandbox.popen("sh", "-c", "while :; do :; done")
-        time.sleep(1)
+        start = _keyed(group / "cpu.stat")["usage_usec"]
+        _until(lambda: _keyed(group / "cpu.stat")["usage_usec"] > start + 100_000)
         before, began = _keyed(group / "cpu.stat"), time.monotonic()
-        time.sleep(6)
-        after, took = _keyed(group / "cpu.stat"), time.monotonic() - began
+        while True:
+            time.sleep(5)
+            after, took = _keyed(group / "cpu.stat"), time.monotonic() - began
+            share = (after["usage_usec"] - before["usage_usec"]) / 1e6 / took
+            # Below, too: something must have run for the limit to have held it. Time in which this machine stands still
+            # is charged to what runs, which has to wait for it afterwards: then it is looked at for longer.
+            if 0.1 < share < 0.36 or took > 180:
+                break
         process.signal(9, tree=True)
         process.close()
-        share = (after["usage_usec"] - before["usage_usec"]) / 1e6 / took
-        # Below, too: something must have run for the limit to have held it.
         assert 0.1 < share < 0.36
         assert after["nr_throttled"] > before["nr_throttled"]
 
@@ -246,13 +251,25 @@ def test_an_idle_sandbox_and_its_limits_survive_a_restart_of_the_unit(client: Cl
         assert (top / "run/memory.max").read_text() == f"{64 * _MIB}\n"
         assert ((top / "run/pids.max").read_text(), (top / "cpu.weight").read_text()) == ("40\n", "50\n")
         assert sandbox.exec("tail", "/dev/zero").reason == "oom"
-        # Its agent looks at the new one: a pause stops the clock of a timeout.
-        process = sandbox.popen("sleep", "600", timeout_s=2)
+        # Its agent looks at the new one.
+        assert any(_survives_a_pause(sandbox, timeout_s) for timeout_s in (2, 4, 8, 16, 32, 64))
+
+
+def _survives_a_pause(sandbox: Sandbox, timeout_s: int) -> bool:
+    """Whether a command outlives its timeout in a pause, which stops its clock; false when we were too slow to tell."""
+    began = time.monotonic()
+    with sandbox.popen("sleep", "600", timeout_s=timeout_s) as process:
         sandbox.pause()
-        time.sleep(4)
+        paused = time.monotonic()
+        time.sleep(timeout_s + 1)
+        resumed = time.monotonic()
         sandbox.resume()
-        assert sandbox.client.exec_inspect(sandbox.id, process.exec_id).running
-        process.close()
+        running = sandbox.client.exec_inspect(sandbox.id, process.exec_id).running
+        slow = paused - began + time.monotonic() - resumed > timeout_s
+        assert running or slow
+        if running:
+            process.signal(9, tree=True)
+        return running
 
 
 def test_reading_and_writing_are_held_to_their_rates_or_refused_by_name(client: Client) -> None:
@@ -271,9 +288,14 @@ def test_reading_and_writing_are_held_to_their_rates_or_refused_by_name(client: 
         assert took > 4.5  # 6 MiB
         sandbox.update(lift=("io_write_bytes_per_s", "io_reads_per_s"))
         assert (_top(sandbox) / "run/io.max").read_text() == ""
-        began = time.monotonic()
-        assert sandbox.exec("dd", "if=/dev/zero", "of=/file", "bs=256k", "count=24", "oflag=direct").exit_code == 0
-        assert time.monotonic() - began < took / 2
+
+        def is_fast() -> bool:
+            began = time.monotonic()
+            again = sandbox.exec("dd", "if=/dev/zero", "of=/file", "bs=256k", "count=24", "oflag=direct")
+            assert again.exit_code == 0, again.stderr
+            return time.monotonic() - began < took / 2
+
+        _until(is_fast)
 
 
 def test_a_share_of_the_disk_that_nobody_gives_is_refused_by_name(client: Client) -> None:

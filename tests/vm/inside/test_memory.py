@@ -19,6 +19,10 @@ _MIB = 1 << 20
 _IMAGE = "debian:trixie"
 _DROP_IN = Path("/etc/dsec/dsecd.toml.d/memory.toml")
 _KDAMONDS = Path("/sys/kernel/mm/damon/admin/kdamonds")
+#: What takes so long has not merely been slow.
+_FAULT_S = 300.0
+#: With _SETTINGS, reclaim that is at work has begun by then.
+_BEGUN_S = 8.0
 #: Half of it does not compress. Perl is in every Debian.
 _IDLE = (
     'open R, "/dev/urandom"; read R, $n, 2048; $x = ($n . "\\0" x 2048) x 25600; $| = 1; print "ready\\n"; '
@@ -40,7 +44,8 @@ _SETTINGS = "sweep_s = 1\nage_s = 5\nstart_below_permil = 1001\npressure_max_per
 def no_settings_stay() -> Iterator[None]:
     yield
     _DROP_IN.unlink()
-    subprocess.run(["systemctl", "restart", "dsec-zram.service", "dsecd.service"], check=True)
+    # A request starts it again.
+    subprocess.run(["systemctl", "stop", "dsec-zram.service", "dsecd.service"], check=True)
 
 
 @contextlib.contextmanager
@@ -48,7 +53,7 @@ def _idle_sandbox(client: Client) -> Iterator[Sandbox]:
     """A sandbox in which a process has written to 100 MiB and does no more."""
     with Sandbox(image=_IMAGE, client=client) as sandbox:
         process = sandbox.popen("perl", "-e", _IDLE)
-        _until(lambda: _current(sandbox) > 100 * _MIB, 60)
+        _until(lambda: _current(sandbox) > 100 * _MIB)
         yield sandbox
         process.signal(signal.SIGKILL, tree=True)
         process.close()
@@ -67,7 +72,7 @@ def _swapped(sandbox: Sandbox) -> int:
     return int((_group(sandbox) / "memory.swap.current").read_text())
 
 
-def _until(true: Callable[[], bool], limit_s: float, *tell: Any) -> None:
+def _until(true: Callable[[], bool], limit_s: float = _FAULT_S, *tell: Any) -> None:
     """Wait; when it does not come about, ``tell`` is a function and its arguments that say how things are instead."""
     deadline = time.monotonic() + limit_s
     while not true():
@@ -84,9 +89,9 @@ def _told(client: Client, sandbox: Sandbox) -> tuple[MemoryReport, SandboxMemory
 def test_without_swap_anonymous_memory_stays_and_the_report_says_why() -> None:
     _restart(_SETTINGS)
     with Client() as client, _idle_sandbox(client) as sandbox:
-        _until(lambda: client.memory().host.reclaim == "memory.reclaim", 30)
+        _until(lambda: client.memory().host.reclaim == "memory.reclaim")
         assert "no swap" in client.memory().host.reclaim_detail
-        time.sleep(10)
+        time.sleep(_BEGUN_S)
         assert _current(sandbox) > 95 * _MIB
         assert (_KDAMONDS / "nr_kdamonds").read_text() == "0\n"
 
@@ -95,14 +100,13 @@ def test_by_damon_the_memory_of_an_idle_sandbox_goes_and_comes_back_whole() -> N
     _restart(_SETTINGS + f"zram_bytes = {1 << 30}\nkdamonds = 2")
     with Client() as client, _idle_sandbox(client) as sandbox:
         assert "/zram" in Path("/proc/swaps").read_text()
-        _until(lambda: _swapped(sandbox) > 60 * _MIB, 240, _swapped, sandbox)
+        _until(lambda: _swapped(sandbox) > 60 * _MIB, _FAULT_S, _swapped, sandbox)
         report, one = _told(client, sandbox)
         assert report.host.reclaim == "damon", report.host
         assert (_KDAMONDS / "nr_kdamonds").read_text() == "2\n"
-        # What is told is what the kernel counts.
-        assert one.used_bytes == pytest.approx(_current(sandbox), abs=4 * _MIB)
-        assert one.swapped_bytes == pytest.approx(_swapped(sandbox), abs=4 * _MIB)
-        _until(lambda: _told(client, sandbox)[1].reclaimed_bytes > 50 * _MIB, 120, _told, client, sandbox)
+        _until(lambda: _is_as_counted(client, sandbox), _FAULT_S, _told, client, sandbox)
+        _until(lambda: _told(client, sandbox)[1].reclaimed_bytes > 50 * _MIB, _FAULT_S, _told, client, sandbox)
+        report, one = _told(client, sandbox)
         assert report.host.zram_memory_bytes is not None
         assert report.host.zram_stored_bytes is not None
         assert report.host.zram_memory_bytes < report.host.zram_stored_bytes * 3 // 4
@@ -111,11 +115,19 @@ def test_by_damon_the_memory_of_an_idle_sandbox_goes_and_comes_back_whole() -> N
         assert one.idle_s is not None
         shown = subprocess.run(["dsecctl", "--json", "mem", sandbox.id], capture_output=True, text=True, check=True)
         assert json.loads(shown.stdout)["sandboxes"][0]["id"] == sandbox.id
-        before = one.refaults or 0
+        refaults = one.refaults or 0
         # A process that looks at all of it finds it as it was, and the kernel counts what came back.
         assert sandbox.exec("echo", "alive").text == "alive\n"
         _read_all(_pid_of(sandbox, "perl"))
-        assert (_told(client, sandbox)[1].refaults or 0) > before
+        _until(lambda: (_told(client, sandbox)[1].refaults or 0) > refaults, _FAULT_S, _told, client, sandbox)
+
+
+def _is_as_counted(client: Client, sandbox: Sandbox) -> bool:
+    """Whether what is told is what the kernel counts: it may go on counting in between, so not each time."""
+    one = _told(client, sandbox)[1]
+    assert one.used_bytes is not None and one.swapped_bytes is not None
+    off = max(abs(one.used_bytes - _current(sandbox)), abs(one.swapped_bytes - _swapped(sandbox)))
+    return off < 4 * _MIB
 
 
 def _pid_of(sandbox: Sandbox, name: str) -> int:
@@ -139,15 +151,20 @@ def _read_all(pid: int) -> None:
 
 def test_kdamonds_of_a_killed_daemon_are_taken_over_and_a_stopped_one_leaves_none() -> None:
     with Client() as client:
-        _until(lambda: client.memory().host.reclaim == "damon", 30)
+        _until(lambda: client.memory().host.reclaim == "damon")
+    old = _main_pid()
     subprocess.run(["systemctl", "kill", "--kill-whom=main", "--signal=KILL", "dsecd.service"], check=True)
-    time.sleep(3)
+    _until(lambda: _main_pid() not in ("0", old))
     with Client() as client:
-        _until(lambda: client.memory().host.reclaim == "damon", 60)
+        _until(lambda: client.memory().host.reclaim == "damon")
     assert (_KDAMONDS / "nr_kdamonds").read_text() == "2\n"
     subprocess.run(["systemctl", "stop", "dsecd.service"], check=True)
     assert (_KDAMONDS / "nr_kdamonds").read_text() == "0\n"
-    subprocess.run(["systemctl", "start", "dsecd.service"], check=True)
+
+
+def _main_pid() -> str:
+    show = ["systemctl", "show", "--value", "--property=MainPID", "dsecd.service"]
+    return subprocess.run(show, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def test_damon_that_somebody_else_has_set_up_is_left_alone_and_the_kernel_chooses() -> None:
@@ -157,7 +174,7 @@ def test_damon_that_somebody_else_has_set_up_is_left_alone_and_the_kernel_choose
     try:
         _restart(_SETTINGS + f"zram_bytes = {1 << 30}")
         with Client() as client, _idle_sandbox(client) as sandbox:
-            _until(lambda: _swapped(sandbox) > 60 * _MIB, 120)
+            _until(lambda: _swapped(sandbox) > 60 * _MIB)
             report, _ = _told(client, sandbox)
             assert report.host.reclaim == "memory.reclaim"
             assert "somebody else" in report.host.reclaim_detail
@@ -170,7 +187,7 @@ def test_damon_that_somebody_else_has_set_up_is_left_alone_and_the_kernel_choose
 def test_switched_off_nothing_is_reclaimed() -> None:
     _restart(_SETTINGS + f'reclaim = "off"\nzram_bytes = {1 << 30}')
     with Client() as client, _idle_sandbox(client) as sandbox:
-        time.sleep(15)
+        time.sleep(_BEGUN_S)
         assert client.memory().host.reclaim == "off"
         assert _current(sandbox) > 95 * _MIB
 
