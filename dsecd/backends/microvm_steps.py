@@ -30,7 +30,8 @@ from libdsec.types import Limits, SandboxSpec
 _CGROUP_PREFIX = "vm-"
 _GREET_S = 60.0  # an emulated guest on a busy host is slow
 _RECONNECT_S = 60.0
-_KILL_TIMEOUT_S = 10.0
+#: A monitor that writes its disk through ends when the host has done that, beside all others who write.
+_KILL_TIMEOUT_S = 30.0
 _GONE_TIMEOUT_S = 1.0
 
 

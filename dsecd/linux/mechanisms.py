@@ -39,7 +39,7 @@ from dsecd.linux import (
 from dsecd.linux import mount as mounts
 from dsecd.linux.feature import YES, Answer, Feature, FeatureStatus, no, unknown
 
-_PROBE_TIMEOUT_S = 10.0
+_PROBE_TIMEOUT_S = 30.0
 # Any range outside the host's own ids does: the namespace ends with the probe.
 _PROBE_ID_BASE = 1 << 30
 #: Where idmapping is tried: the file system of the default state directory.

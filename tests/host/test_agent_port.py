@@ -49,9 +49,12 @@ class Port:
         await asyncio.get_running_loop().sock_sendall(self.end, data)
 
     async def dial(self) -> socket.socket:
+        """As the daemon does, which tries again when a prelude is lost among what a former host left."""
         async with asyncio.timeout(_TRY_S):
-            await self._throw_away()
-            await port.begin(self.end, _KEY)
+            return await port.dial(self._connect, _KEY)
+
+    async def _connect(self) -> socket.socket:
+        await self._throw_away()
         return self.end.dup()
 
     async def _throw_away(self) -> None:

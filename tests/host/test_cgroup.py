@@ -178,7 +178,7 @@ def test_remove_waits_for_processes_that_are_leaving(group: Path) -> None:
     pids = [start(group / "a") for _ in range(5)]
     timer = threading.Timer(0.1, lambda: cgroup.kill(group))
     timer.start()
-    cgroup.remove(group)
+    cgroup.remove(group, timeout_s=60)
     timer.join()
     assert not group.exists()
     assert not any(exists(pid) for pid in pids)

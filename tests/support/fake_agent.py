@@ -14,7 +14,7 @@ from typing import NamedTuple, Self
 
 from dsecd.backends.agentlink.link import AgentLink, LinkLost, connect_socket
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 class Frame(NamedTuple):
