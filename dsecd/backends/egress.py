@@ -12,7 +12,6 @@ new folder, and what an earlier daemon attached stays in force on each device un
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import os
 import shutil
@@ -101,20 +100,18 @@ class Counts:
     recent: tuple[Denied, ...]  # newest first
 
 
-def _replaced(pinned: Path, program: int) -> bool:
-    """Let a pinned link, if there is one, lead to this program. One whose cgroup has gone is forgotten: systemd removes
-    the empty cgroup of a unit that ends."""
+def _replaced(pinned: Path, program: int, cgroup: Path) -> bool:
+    """Let a pinned link, if there is one, lead to this program. One of a cgroup that has gone is forgotten: systemd
+    removes the empty cgroup of a unit that ends, and a moment later the link is severed."""
     try:
         link = bpf.get(pinned)
     except FileNotFoundError:
         return False
     try:
+        if bpf.link_cgroup(link) != cgroup.stat().st_ino:
+            pinned.unlink()
+            return False
         bpf.replace_program(link, program)
-    except OSError as error:
-        if error.errno != errno.ENOLINK:
-            raise
-        pinned.unlink()
-        return False
     finally:
         os.close(link)
     return True
@@ -209,7 +206,7 @@ class Egress:
         for name, kind in _HOOKS.items():
             program = bpf.get(self._place / name)
             try:
-                if not _replaced(links / name, program):
+                if not _replaced(links / name, program, cgroup):
                     link = bpf.attach_cgroup(program, cgroup, kind)
                     bpf.pin(link, links / name)
                     os.close(link)

@@ -122,6 +122,15 @@ def replace_program(link: int, program: int) -> None:
     _check(_libbpf().bpf_link_update(link, program, None), "replace the program of a link")
 
 
+def link_cgroup(link: int) -> int:
+    """The id of the cgroup that a link is attached to, its inode's number; no living one's when that has gone."""
+    # The beginning of struct bpf_link_info: type, id, prog_id, and, aligned to 8 bytes, cgroup.cgroup_id.
+    info = (ctypes.c_uint64 * 3)()
+    length = ctypes.c_uint32(ctypes.sizeof(info))
+    _check(_libbpf().bpf_obj_get_info_by_fd(link, info, ctypes.byref(length)), "look at a BPF link")
+    return info[2]
+
+
 def mount_fs(directory: Path) -> None:
     """Make the directory a BPF file system of its own, if it is none yet."""
     directory.mkdir(mode=0o700, exist_ok=True)
