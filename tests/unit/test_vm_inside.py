@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Only what proves success of a run in the guest is taken for it."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 
 from tests.vm.channel import Result
 from tests.vm.image import run_time_packages
-from tests.vm.inside import InsideFailed, judge
+from tests.vm.inside import InsideFailed, judge, support_of
 
 _PASSED = "def test_good(): pass\n"
 
@@ -49,6 +50,25 @@ def test_no_report_is_no_success(xml: bytes) -> None:
 def test_the_report_of_another_run_is_no_success(tmp_path: Path) -> None:
     with pytest.raises(InsideFailed, match="not of this run"):
         judge(_result(), _report(tmp_path, _PASSED, word="other"), "word", {})
+
+
+def test_what_a_test_in_the_guest_imports_goes_with_it(tmp_path: Path) -> None:
+    checkout = Path(__file__).resolve().parents[2]
+    for package in ("dsecd", "libdsec"):  # which are installed there
+        (tmp_path / package).symlink_to(checkout / package)
+    for inside in (checkout / "tests/vm/inside").glob("*.py"):
+        modules = support_of(inside)
+        there = tmp_path / inside.stem / "tests/support"
+        there.mkdir(parents=True)
+        for module in modules:
+            shutil.copy(module, there)
+        program = "; ".join(["pass", *(f"import tests.support.{module.stem}" for module in modules)])
+        subprocess.run(
+            [sys.executable, "-c", program], check=True, cwd=there.parents[1], env={"PYTHONPATH": str(tmp_path)}
+        )
+    assert [module.stem for module in support_of(checkout / "tests/vm/inside/check_trace.py")] == [
+        "__init__", "own_python", "traced", "waiting"
+    ]  # fmt: skip
 
 
 def test_no_test_is_no_success(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from tests.vm.host import VmHost
 from tests.vm.inside import run_pytest
 
 pytestmark = pytest.mark.timeout(3600)
-_SUPPORT = ("own_python", "traced", "waiting")
 
 
 def _fetched(status: bytes) -> Path:
@@ -46,6 +45,6 @@ def test_trace_by_functions_on_debians_kernel(dsec_vm: VmHost) -> None:
     dsec_vm.run("dpkg --force-unsafe-io --install /root/bcc/*.deb", timeout_s=1200)
     print(f"bcc: {put - began:.0f} s to put, {time.monotonic() - put:.0f} s to install")
     try:
-        run_pytest(dsec_vm, "check_trace.py", support=_SUPPORT, timeout_s=1500)
+        run_pytest(dsec_vm, "check_trace.py", timeout_s=1500)
     finally:
         print(dsec_vm.run("cat /root/trace-mode", check=False).text)

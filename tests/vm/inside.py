@@ -9,6 +9,7 @@ this very run, in which tests passed, none failed and none was skipped that was 
 
 from __future__ import annotations
 
+import ast
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -58,13 +59,28 @@ def run_pytest(
 ) -> Report:  # fmt: skip
     """Run one file of ``inside/`` in the guest, or one test of it, against the installed SDK and daemon.
 
-    ``support``: modules of tests/support that it imports. ``may_skip``: tests that may be skipped, with a part of the
-    reason that they then give.  Raises InsideFailed.
+    What it imports of tests/support goes with it; ``support``: other modules of there, which it starts as programs.
+    ``may_skip``: tests that may be skipped, with a part of the reason that they then give.  Raises InsideFailed.
     """
     path = vm.put(_HERE / file, "/root/inside")
-    for name in ("__init__", *support) if support else ():
-        vm.put(_SUPPORT / f"{name}.py", "/root/inside/tests/support")
+    for module in support_of(_HERE / file, *(_SUPPORT / f"{name}.py" for name in support)):
+        vm.put(module, "/root/inside/tests/support")
     return _run(vm, [*_OPTIONS, f"{path}::{only}" if only else path], {}, may_skip or {}, timeout_s)
+
+
+def support_of(*programs: Path) -> list[Path]:
+    """The modules of tests/support that these import, directly or not, those of them that lie there, and its marker."""
+    found: set[Path] = {path for path in programs if path.parent == _SUPPORT}
+    looking = list(programs)
+    while looking:
+        for node in ast.walk(ast.parse(looking.pop().read_text())):
+            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("tests.support"):
+                continue
+            _tests, _support, *module = (node.module or "").split(".")
+            new = {_SUPPORT / f"{name}.py" for name in (module or [alias.name for alias in node.names])} - found
+            found |= new
+            looking += new
+    return sorted({*found, _SUPPORT / "__init__.py"}) if found else []
 
 
 def run_host_tests(

@@ -16,4 +16,4 @@ def test_microvms_of_the_installed_package(dsec_vm: VmHost) -> None:
 
 def test_firecrackers_profiles_let_it_do_what_it_does(dsec_vm: VmHost) -> None:
     # After the other, which has made it a host for microVMs.
-    run_pytest(dsec_vm, "test_firecracker.py", support=("firecracker", "fake_firecracker", "fake_jailer", "waiting"))
+    run_pytest(dsec_vm, "test_firecracker.py", support=("fake_firecracker", "fake_jailer"))
