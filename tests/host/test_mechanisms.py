@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dsecd.linux import mechanisms, proc
+from tests.support.processes import children
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,7 +20,7 @@ def trace() -> dict[str, object]:
         "cgroups": sorted(str(path) for path in Path("/sys/fs/cgroup").rglob("dsec-probe*")),
         "fds": sorted(os.listdir("/proc/self/fd")),
         "temporary": sorted(name for name in os.listdir("/tmp") if name.startswith("dsec-probe")),
-        "children": "".join(path.read_text() for path in Path("/proc/self/task").glob("*/children")),
+        "children": children(),
         "ids": [line for line in Path("/proc/self/status").read_text().splitlines()
                 if line.startswith(("Uid", "Gid", "Cap", "NoNewPrivs", "Seccomp:"))],
         "namespaces": [os.readlink(path) for path in sorted(Path("/proc/self/ns").iterdir())],

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from dsecd.linux import proc
+from tests.support import processes
 from tests.support.waiting import until
 
 
@@ -49,10 +50,7 @@ def nothing_left() -> Iterator[None]:
 
 def children() -> list[int]:
     """Pids of this process's children, zombies included, that were not there before the test."""
-    found = []
-    for task in Path("/proc/self/task").iterdir():
-        found += [int(pid) for pid in (task / "children").read_text().split()]
-    return [pid for pid in found if pid not in _others]
+    return [pid for pid in processes.children() if pid not in _others]
 
 
 def gone(pid: int) -> bool:

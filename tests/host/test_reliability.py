@@ -32,6 +32,7 @@ from libdsec.errors import (
 from libdsec.types import CreateRequest, ExecRequest, SandboxSpec
 from tests.support import cgroups
 from tests.support.daemon import Daemon
+from tests.support.processes import descendants
 from tests.support.rootfs import debian_tar
 from tests.support.waiting import until
 
@@ -281,21 +282,6 @@ def test_what_is_killed_under_an_import_fails_it_and_leaves_nothing(daemon: Daem
     source.unlink()
     assert daemon.residue() == []
     assert "killed:1" not in {name for image in client.images().images for name in image.names}
-
-
-def descendants(pid: int, word: bytes) -> list[int]:
-    """Processes below `pid` with `word` in their command lines, parents first."""
-    found, todo = [], [pid]
-    while todo:
-        try:
-            for task in Path(f"/proc/{todo[0]}/task").glob("*/children"):
-                todo += map(int, task.read_text().split())
-            if word in Path(f"/proc/{todo[0]}/cmdline").read_bytes():
-                found.append(todo[0])
-        except (FileNotFoundError, ProcessLookupError):
-            pass
-        todo.pop(0)
-    return found
 
 
 def test_too_few_descriptors_are_told_and_end_no_sandbox(daemon: Daemon, client: Client) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.support import cgroups
+from tests.support import cgroups, processes
 from tests.support.agent_client import AgentClient
 
 CHECKOUT = Path(__file__).parents[2]
@@ -85,7 +85,7 @@ class AgentProcess:
         return {path.name for path in (self.cgroup / "run").iterdir() if path.is_dir()}
 
     def children(self) -> list[int]:
-        return [int(pid) for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
+        return processes.children(self.pid)
 
     def zombies(self) -> list[int]:
         return [pid for pid in self.children() if state_of(pid) == "Z"]
