@@ -20,6 +20,7 @@ from dsecd import listen
 from dsecd.backends import BACKENDS
 from dsecd.backends.base import Backend, MachineSettings, NetworkSite, Site
 from dsecd.backends.dns_link import DnsLink
+from dsecd.backends.name_rules import name_rules
 from dsecd.backends.name_service import NameService
 from dsecd.config import Config, check_ids, endpoint
 from dsecd.core import reconcile
@@ -106,9 +107,9 @@ async def build_core(config: Config, place: Place, store: Store, events: Events,
     )
     await images.unmount_unused()
     tasks.spawn("expiry", deadlines.run(sandboxes.expired))
-    # Not before it knows them: whoever is not told of when it connects may resolve no name.
     group = config.network.dns_user
-    tasks.spawn("dns", names.link.serve(listen.bound(config.runtime_dir / "dns.sock", 0o660, group)))
+    listening = listen.bound(config.runtime_dir / "dns.sock", 0o660, group)
+    tasks.spawn("dns", names.serve(listening, _late(registry)))
     tasks.spawn("openings", names.sweep())
     reclaim = _reclaim(config, place, registry)
     tasks.spawn("reclaim", reclaim.run())
@@ -149,6 +150,14 @@ def _dns_link(config: Config) -> DnsLink:
         upstreams=tuple(map(endpoint, config.network.dns_upstreams)), grace_s=config.network.dns_grace_s,
     )
     return DnsLink(settings, uids)
+
+
+def _late(registry: Registry) -> list[str]:
+    """Those that may resolve names, and are still being taken over from an earlier daemon."""
+    return [
+        live.id for live in registry.all()
+        if live.takeover is not None and not live.takeover.done() and name_rules(live.record.spec.network)
+    ]  # fmt: skip
 
 
 def _reclaim(config: Config, place: Place, registry: Registry) -> Reclaim:

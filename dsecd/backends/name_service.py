@@ -8,6 +8,8 @@ does not: the connection (``dns_link.py``), the map (``openings.py``), devices (
 from __future__ import annotations
 
 import asyncio
+import logging
+import socket
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -19,7 +21,11 @@ from dsecd.backends.openings import Openings, boot_ns
 from dsecd.dns import frames
 from dsecd.dns.addresses import gaps
 
+log = logging.getLogger(__name__)
+
 _SWEEP_S = 5.0
+#: What taking over the devices of sandboxes may keep dsec-dns waiting, which answers by what it knows meanwhile.
+_AWAITED_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,21 @@ class NameService:
     def __init__(self, link: DnsLink) -> None:
         self.link = link
         self._sandboxes: dict[str, SandboxNames] = {}
+        self._awaited: set[str] = set()
+        self._none_awaited = asyncio.Event()
+
+    async def serve(self, listening: socket.socket, awaited: Collection[str]) -> None:
+        """Until cancelled. Whoever dsec-dns is not told of when it connects may resolve no name from then on: so it may
+        not, for a while, before each of ``awaited`` was put or forgotten."""
+        self._awaited = set(awaited) - self._sandboxes.keys()
+        self._none_awaited.clear()
+        if self._awaited:
+            try:
+                async with asyncio.timeout(_AWAITED_S):
+                    await self._none_awaited.wait()
+            except TimeoutError:
+                log.warning("dsec-dns is told of %d sandboxes later than of the others", len(self._awaited))
+        await self.link.serve(listening)
 
     def judge_by(self, sandbox: str, rules: NameRules) -> None:
         """From now on nothing is opened but by these rules; what other rules have opened stays open."""
@@ -94,11 +115,18 @@ class NameService:
             any_name=rules.any_name, named=rules.named,
         )  # fmt: skip
         await self.link.put(policy, known)
+        self._no_longer_await(sandbox)
 
     async def forget(self, sandbox: str) -> None:
         """Let it resolve none."""
         if self._sandboxes.pop(sandbox, None) is not None:
             await self.link.forget(sandbox)
+        self._no_longer_await(sandbox)
+
+    def _no_longer_await(self, sandbox: str) -> None:
+        self._awaited.discard(sandbox)
+        if not self._awaited:
+            self._none_awaited.set()
 
     def counts(self, sandbox: str) -> RefusedNames:
         known = self._sandboxes.get(sandbox)
