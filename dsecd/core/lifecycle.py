@@ -172,9 +172,12 @@ class Lifecycle:
 
     async def _seize(self, live: Live) -> None:
         """Take the lock from whatever holds it or waits for it to be free."""
-        if live.lock.locked():
-            await self._record_deletion(live, self._ledger.save(live, durable=False))
+        recorded = False
         while True:
+            # Not only at first: it may be free, and already promised to somebody who waited longer.
+            if live.lock.locked() and not recorded:
+                await self._record_deletion(live, self._ledger.save(live, durable=False))
+                recorded = True
             if live.lock.locked():
                 await self._kill(live)
             # A creation may not have got to its processes yet: look again.

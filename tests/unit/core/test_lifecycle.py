@@ -438,6 +438,43 @@ def test_a_deletion_cuts_a_stop_short_and_gives_the_lock_back(tmp_path: Path) ->
     run(tmp_path, body)
 
 
+@pytest.mark.parametrize("promised", [False, True])
+def test_a_deletion_that_cuts_another_call_short_is_recorded_before_anything_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, promised: bool
+) -> None:
+    """Also when the lock looks free, and is ``promised`` to a call that waited for it."""
+
+    async def body(host: Host) -> None:
+        live = host.live()
+        await host.lifecycle.create(live)
+        seen: list[tuple[str, str]] = []
+        kill = host.backend.kill
+
+        def seeing(box: Box) -> None:
+            if box.id in host.backend.children:
+                seen.append(host.rows()[box.id])
+            kill(box)
+
+        async def until_killed(box: Box) -> None:
+            await eventually(lambda: box.id not in host.backend.children)
+
+        monkeypatch.setattr(host.backend, "kill", seeing)
+        monkeypatch.setattr(host.backend, "pause", until_killed)
+        if promised:
+            await live.lock.acquire()
+        pause = asyncio.ensure_future(host.lifecycle.pause(live))
+        await asyncio.sleep(0)
+        live.deletion = host.tasks.spawn("delete", host.lifecycle.delete(live, "user"))
+        if promised:
+            # The deletion looks next, and then the other one has it.
+            live.lock.release()
+        await asyncio.gather(pause, live.deletion)
+        assert seen == [("running", "delete")]
+        assert host.rows() == {}
+
+    run(tmp_path, body)
+
+
 def test_a_creation_that_was_cut_short_by_its_deletion_says_so(tmp_path: Path) -> None:
     async def body(host: Host) -> None:
         live = host.live()
