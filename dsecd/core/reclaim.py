@@ -11,6 +11,7 @@ Each look reads two small files of at most ``SLICE`` sandboxes, whatever their n
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections import deque
@@ -21,6 +22,7 @@ from typing import Literal
 
 import psutil
 
+from dsecd.backends.plan import in_thread
 from dsecd.core.idleness import Idleness, Reading
 from dsecd.core.turns import IDLE_AGE_S, DamonTurns, Ended, by_cgroup, memory_bytes
 from dsecd.linux import cgroup, damon, psi, swap
@@ -73,11 +75,11 @@ class Reclaim:
         self.reclaimed_bytes = 0
 
     async def run(self) -> None:
-        """Until cancelled; then DAMON is given back, and what was reclaimed stays so."""
+        """Until cancelled; then DAMON is given back, once no thread is at it, and what was reclaimed stays so."""
         if self._settings.reclaim == "off":
             self.detail = "by configuration"
             # What a daemon with another configuration left, if it was killed.
-            await asyncio.to_thread(self._turns.give_back)
+            await in_thread(self._turns.give_back)
             return
         try:
             while True:
@@ -87,7 +89,7 @@ class Reclaim:
                     log.warning("reclaim: %s", error)
                 await asyncio.sleep(self._settings.sweep_s)
         finally:
-            await asyncio.to_thread(self._turns.give_back)
+            await in_thread(self._turns.give_back)
 
     async def _sweep(self) -> None:
         now = time.monotonic()
@@ -98,10 +100,10 @@ class Reclaim:
             self._round.extend(names)
         names = [self._round.popleft() for _ in range(min(SLICE, len(self._round)))]
         places = [(name, path) for name in names if (path := self._cgroup_of(name)) is not None]
-        for name, reading in await asyncio.to_thread(_read, places):
+        for name, reading in await in_thread(_read, places):
             self.idleness.note(name, reading, now)
-        pause = await asyncio.to_thread(self._choose)
-        self._account(await asyncio.to_thread(self._turns.end, all_of_them=bool(pause)))
+        pause = await in_thread(self._choose)
+        self._account(await in_thread(functools.partial(self._turns.end, all_of_them=bool(pause))))
         if pause or self.method == "off":
             return
         if self.method == "damon":
@@ -117,7 +119,7 @@ class Reclaim:
             age_s = min(IDLE_AGE_S, self._settings.age_s) if self.idleness.idle(name) else self._settings.age_s
             self.idleness.begin(name)
             try:
-                started = await asyncio.to_thread(self._turns.start, name, path, age_s)
+                started = await in_thread(self._turns.start, name, path, age_s)
             except damon.InUse as error:
                 self._have_damon, self._why_no_damon = False, str(error)
                 started = False
@@ -136,9 +138,8 @@ class Reclaim:
             if path is None or budget <= 0:
                 continue
             self.idleness.begin(name)
-            ended = await asyncio.to_thread(
-                by_cgroup, name, path, budget, pressure_max_percent=self._settings.pressure_max_percent
-            )
+            take = functools.partial(by_cgroup, pressure_max_percent=self._settings.pressure_max_percent)
+            ended = await in_thread(take, name, path, budget)
             if ended is not None:
                 budget -= max(0, ended.before_bytes - ended.after_bytes)
                 self._account([ended])
