@@ -34,7 +34,7 @@ def start(group: Path, script: str = "exec sleep 60") -> int:
     """A process in the group, not our child; its pid."""
     inner = f"echo $$ > {group}/cgroup.procs; {script}"
     done = proc.run_blocking(
-        ["sh", "-c", 'setsid sh -c "$0" >/dev/null 2>&1 & echo $!', inner], timeout_s=10
+        ["sh", "-c", 'setsid sh -c "$0" >/dev/null 2>&1 & echo $!', inner], timeout_s=60
     )
     pid = int(done.stdout)
     until(lambda: Path(f"/proc/{pid}/cgroup").read_text().strip().endswith(group.name))

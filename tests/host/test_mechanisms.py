@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Probes on the host they run on: what they find, what they must not claim, and that they leave no trace."""
 
+import contextlib
 import os
 import subprocess
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from dsecd.linux import mechanisms, proc
 from tests.support.processes import children
+from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,6 +35,9 @@ def test_report_leaves_no_trace() -> None:
     mechanisms.report(again=True)  # Warm up: imports and caches open files once.
     before = trace()
     report = mechanisms.report(again=True)
+    # What others on this host do meanwhile, a unit of systemd's say, goes by itself.
+    with contextlib.suppress(AssertionError):
+        until(lambda: trace() == before)
     assert trace() == before
     assert (before["cgroups"], before["temporary"]) == ([], [])
     assert [row.name for row in report] == [feature.name for feature in mechanisms.MECHANISMS]
@@ -120,7 +125,7 @@ def test_without_privileges_it_claims_neither_yes_nor_no() -> None:
     )
     done = proc.run_blocking(
         ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--", "python3", "-c", program],
-        timeout_s=60, env={**proc.MINIMAL_ENV, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
+        timeout_s=300, env={**proc.MINIMAL_ENV, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
     )
     found = dict(line.split() for line in done.stdout.decode().splitlines())
     for name in ("idmapped-mounts", "mount-namespaces", "overlay-data-only", "erofs-file", "cgroup-freeze"):

@@ -19,7 +19,7 @@ OURS = Path("/proc/self/ns/mnt")
 def python(program: str, *args: str | Path) -> proc.Completed:
     """Another process of ours, that imports what we import."""
     argv = ["python3", "-c", program, *args]
-    return proc.run_blocking(argv, timeout_s=30, check=False, env={**proc.MINIMAL_ENV, "PYTHONPATH": str(ROOT)})
+    return proc.run_blocking(argv, timeout_s=300, check=False, env={**proc.MINIMAL_ENV, "PYTHONPATH": str(ROOT)})
 
 
 def inside(namespace: int | Path, *command: str | Path) -> str:
@@ -203,7 +203,7 @@ def test_many_processes_agree_on_one_pin(pin: Path) -> None:
 
     async def scenario() -> set[bytes]:
         env = {**proc.MINIMAL_ENV, "PYTHONPATH": str(ROOT)}
-        jobs = [proc.run(["python3", "-c", program, pin], timeout_s=60, env=env) for _ in range(6)]
+        jobs = [proc.run(["python3", "-c", program, pin], timeout_s=300, env=env) for _ in range(6)]
         return {done.stdout for done in await asyncio.gather(*jobs)}
 
     assert asyncio.run(scenario()) == {b"%d\n" % pin.stat().st_ino}

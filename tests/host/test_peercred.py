@@ -23,7 +23,7 @@ def connect_as(*ids: str) -> int:
     """A process with ids set by setpriv connects and leaves; its pid."""
     name = f"dsec-test-peer-{os.getpid()}"
     program = f"import os, socket; s = socket.socket(socket.AF_UNIX); s.connect('\\0{name}'); print(os.getpid())"
-    done = proc.run_blocking(["setpriv", *ids, "--", "python3", "-c", program], timeout_s=60)
+    done = proc.run_blocking(["setpriv", *ids, "--", "python3", "-c", program], timeout_s=300)
     return int(done.stdout)
 
 

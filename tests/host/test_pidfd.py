@@ -54,7 +54,7 @@ def test_signal_reaches_that_process(sleeping: int) -> None:
     fd = pidfd.open(process)
     assert not os.get_inheritable(fd)
     assert pidfd.send_signal(fd, signal.SIGKILL)
-    assert asyncio.run(pidfd.wait_exit(fd, 10))
+    assert asyncio.run(pidfd.wait_exit(fd, 60))
     until(lambda: not pidfd.send_signal(fd, 0))  # Whoever adopted it has reaped it.
     assert not Path(f"/proc/{sleeping}").exists()
     assert pidfd.identify(sleeping) is None

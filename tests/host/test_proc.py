@@ -339,7 +339,7 @@ def test_sleeper_ends_by_itself_when_we_are_killed() -> None:
         "    print(pid, flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    done = proc.run_blocking(["python3", "-c", program], timeout_s=30, check=False, cwd=Path(__file__).parents[2])
+    done = proc.run_blocking(["python3", "-c", program], timeout_s=300, check=False, cwd=Path(__file__).parents[2])
     assert done.returncode == -signal.SIGKILL
     until(lambda: gone(int(done.stdout)))
 
