@@ -12,12 +12,15 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
+import time
 from pathlib import Path
 
 from libdsec.errors import Conflict, Refused
 
 # struct flock, as fcntl(2) has it: type, whence, start, length, pid
 _FLOCK = struct.Struct("hhqqi4x")
+#: A child without a program (proc.sleeper) ends by itself within two seconds, also when the daemon is killed.
+_COPIES_S = 4.0
 
 
 def hold(directory: Path) -> int:
@@ -45,18 +48,23 @@ def hold(directory: Path) -> int:
 def hold_cgroup(directory: Path) -> int:
     """As ``hold``, for a cgroup: two daemons would take each other's sandboxes there for what nobody asked for.
 
-    No file can be made there, so this is flock(2) on the directory itself.
+    No file can be made there, so this is flock(2) on the directory itself, of which a child of a killed daemon may have
+    a copy, as it has of sockets that it listened on. It is waited for, so that they are free, too. Blocks for seconds.
     """
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(fd)
-        raise Conflict(
-            f"start with the cgroup {str(directory)!r}: another dsecd has its sandboxes there",
-            hint="stop it, or set another 'cgroup_root'",
-        ) from error
-    return fd
+    deadline = time.monotonic() + _COPIES_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fd
+        except OSError as error:
+            if time.monotonic() > deadline:
+                os.close(fd)
+                raise Conflict(
+                    f"start with the cgroup {str(directory)!r}: another dsecd has its sandboxes there",
+                    hint="stop it, or set another 'cgroup_root'",
+                ) from error
+        time.sleep(0.02)
 
 
 def _holder(fd: int) -> int:

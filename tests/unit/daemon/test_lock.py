@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One daemon per runtime directory."""
 
+import contextlib
 import os
 import re
 import signal
@@ -41,6 +42,36 @@ def test_a_second_daemon_is_told_who_holds_it_until_that_one_is_gone(tmp_path: P
             os.close(lock.hold(tmp_path))
         finally:
             os.kill(child, signal.SIGKILL)
+
+
+# Locks as it does a cgroup, starts a child with copies that ends soon, tells its pid and is killed.
+_HOLD_AND_DIE = """
+import os, signal, subprocess, sys
+from pathlib import Path
+from dsecd import lock
+os.set_inheritable(lock.hold_cgroup(Path(sys.argv[1])), True)
+child = subprocess.Popen(["sleep", sys.argv[2]], close_fds=False, stdout=subprocess.DEVNULL)
+print(child.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(("lives_s", "is_waited_for"), [("1.5", True), ("100", False)])
+def test_a_child_of_a_killed_daemon_is_waited_for_as_long_as_one_lives(
+    tmp_path: Path, lives_s: str, *, is_waited_for: bool
+) -> None:
+    program = [sys.executable, "-c", _HOLD_AND_DIE, str(tmp_path), lives_s]
+    done = subprocess.run(program, stdout=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL
+    try:
+        if is_waited_for:
+            os.close(lock.hold_cgroup(tmp_path))
+        else:
+            with pytest.raises(Conflict, match="another dsecd has its sandboxes there"):
+                lock.hold_cgroup(tmp_path)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(done.stdout), signal.SIGKILL)
 
 
 def test_a_directory_that_is_not_there_is_refused(tmp_path: Path) -> None:
