@@ -26,7 +26,8 @@ from libdsec import errors
 from libdsec.types import Limits
 
 _CGROUP_PREFIX = "sandbox-"
-_CONNECT_TIMEOUT_S = 15.0
+#: An agent that is given up costs somebody a sandbox that runs, and thousands may be taken over at once.
+_RECONNECT_TIMEOUT_S = 60.0
 KILL_TIMEOUT_S = 10.0
 #: What the kernel may take to let go of a cgroup whose processes have been waited for already.
 _GONE_TIMEOUT_S = 1.0
@@ -160,7 +161,7 @@ class ContainerSteps:
             self.cookies.worn(box, box.process.pid)
         with translated(f"connect to the agent of '{box.id}'"), self.classes.not_starved(self.cgroup(box)):
             box.link = await connect(
-                self._launcher.socket_path(box), generation=self._site.generation, timeout_s=_CONNECT_TIMEOUT_S,
+                self._launcher.socket_path(box), generation=self._site.generation, timeout_s=_RECONNECT_TIMEOUT_S,
                 on_lost=box.on_link_lost,
             )  # fmt: skip
 
