@@ -471,7 +471,7 @@ def test_a_second_reader_takes_over(client: AgentClient, name: str):
 
 
 def test_kept_for_keep_ms_after_the_end(client: AgentClient, name: str):
-    client.run(["true"], id=name, fields=[("KEEP_MS", 300)])
+    client.run(["true"], id=name, fields=[("KEEP_MS", 3000)])
     assert name in client.list()
     until(lambda: name not in client.list())
 

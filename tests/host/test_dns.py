@@ -74,10 +74,10 @@ class Daemon:
             sources=(ip_address(box.source), ip_address(box.source6)),
             named=tuple(ip_network(network) for network in named),
         )  # fmt: skip
-        asyncio.run_coroutine_threadsafe(self.link.put(policy, self), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(self.link.put(policy, self), self._loop).result(60)
 
     def forget(self, box: Box) -> None:
-        asyncio.run_coroutine_threadsafe(self.link.forget(box.name), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(self.link.forget(box.name), self._loop).result(60)
 
 
 @pytest.fixture

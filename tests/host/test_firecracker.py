@@ -11,7 +11,6 @@ import hashlib
 import os
 import socket
 import subprocess
-import threading
 import time
 from collections.abc import Awaitable, Iterator
 from dataclasses import replace
@@ -91,8 +90,8 @@ async def echo(h: House, place: Place, text: bytes) -> bytes:
     return answer.removeprefix(GREETING)
 
 
-def descriptors() -> list[str]:
-    return sorted(os.listdir("/proc/self/fd"))
+def descriptors() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
 
 
 # ------------------------------------------------------------------------------------------------- a machine runs
@@ -107,7 +106,7 @@ def test_a_machine_starts_as_it_was_asked_for(h: House) -> None:
     assert found["machine-config"]["mem_size_mib"] == 128
     assert found["boot-source"]["boot_args"].startswith("dsec.layers=2 console=ttyS0 ")
     assert found["balloon"]["free_page_reporting"] is True
-    assert descriptors() == before
+    assert descriptors() <= before  # fewer, when something of an earlier test's was only now collected
 
 
 def test_the_process_is_walled_in(h: House) -> None:
@@ -161,11 +160,12 @@ def test_the_agent_is_reached_and_speaks_first(h: House) -> None:
 
 
 def test_dialling_waits_for_the_guest_to_boot(h: House) -> None:
-    h.use(fakes(h.base / "slow", boot_s=1.0))
+    h.use(fakes(h.base / "slow", boot_s=2.5))
     place = started(h)
     began = time.monotonic()
     assert run(echo(h, place, b"hello")) == b"hello"
-    assert time.monotonic() - began > 0.5
+    # Its time has run since it was started.
+    assert time.monotonic() - began > 0.3
 
 
 @pytest.mark.parametrize("guest", ["nobody", "hang"])
@@ -189,11 +189,17 @@ def test_dialling_a_machine_that_dies_ends_at_once(h: House) -> None:
     h.use(fakes(h.base / "nobody", guest="nobody"))
     place = started(h)
     pid = only_process_of(place.uid)
-    threading.Timer(0.3, end, (pid,)).start()
     began = time.monotonic()
+
+    async def dial_and_end() -> None:
+        dialling = asyncio.ensure_future(h.driver.dial(place, 120))
+        await asyncio.sleep(0.3)
+        await asyncio.to_thread(end, pid)
+        await dialling
+
     with pytest.raises(ConnectionError, match="firecracker of 'vm1' ended"):
-        run(h.driver.dial(place, 30))
-    assert time.monotonic() - began < 20
+        run(dial_and_end())
+    assert time.monotonic() - began < 60
 
 
 def test_pause_and_resume_are_felt_and_may_be_repeated(h: House) -> None:
@@ -371,7 +377,7 @@ def test_a_start_that_fails_at_any_call_leaves_nothing(h: House, call: str, faul
     with pytest.raises(StartFailed if call != "GET /version" or fault == "die" else VmmError) as caught:
         h.start(place, h.machine())
     assert h.left_of(place) == []
-    assert descriptors() == before
+    assert descriptors() <= before  # fewer, when something of an earlier test's was only now collected
     if fault == "refuse":
         assert f"{call} is refused [31m by this test" in str(caught.value), "its words, without control characters"
         assert len(str(caught.value)) < 1500
@@ -394,7 +400,7 @@ def test_no_answer_of_a_strange_process_does_harm(
     with pytest.raises(VmmError) as caught:
         h.start(place, h.machine())
     assert h.left_of(place) == []
-    assert descriptors() == before
+    assert descriptors() <= before  # fewer, when something of an earlier test's was only now collected
     assert len(str(caught.value)) < 1500
 
 
@@ -531,7 +537,7 @@ def test_faults_of_a_later_call_are_typed(
     before = descriptors()
     with pytest.raises(error, match=r"PATCH /vm: "):
         run(h.driver.pause(place))
-    assert descriptors() == before
+    assert descriptors() <= before  # fewer, when something of an earlier test's was only now collected
     if fault not in ("die", "slow", "head"):
         # One call that went wrong is not the end of the process; half an answer comes after the effect.
         assert state(h, place) == ("Paused" if fault == "half" else "Running")

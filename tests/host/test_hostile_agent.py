@@ -59,10 +59,19 @@ def descriptors(pid: int) -> list[str]:
     return sorted(name for name in found if not name.startswith("socket:") and not name.startswith("user:"))
 
 
+def settled(pid: int) -> list[str]:
+    """The same, once it stays the same: what was just done holds some for a moment."""
+    found: list[str] = []
+    while (now := descriptors(pid)) != found:
+        found = now
+        time.sleep(0.3)
+    return found
+
+
 @pytest.mark.parametrize("vice", _VICES)
 def test_vice(daemon: Daemon, vice: str) -> None:
     with daemon.client(retry_s=0) as client:
-        memory, files = resident_kib(daemon.pid), descriptors(daemon.pid)
+        memory, files = resident_kib(daemon.pid), settled(daemon.pid)
         refused: DsecError | None = None
         try:
             client.create(SandboxSpec(image=IMAGE), id=vice)

@@ -39,6 +39,6 @@ def test_a_device_that_is_no_kvm_is_told(tmp_path: Path) -> None:
 
 
 def test_nothing_stays_open() -> None:
-    before = sorted(os.listdir("/proc/self/fd"))
+    before = set(os.listdir("/proc/self/fd"))
     mechanisms.by_name("kvm").probe()
-    assert sorted(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before

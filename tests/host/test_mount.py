@@ -141,13 +141,13 @@ def test_unknown_file_system_is_enodev() -> None:
 
 
 def test_failures_leave_no_fd(tmp_path: Path) -> None:
-    before = sorted(os.listdir("/proc/self/fd"))
+    before = set(os.listdir("/proc/self/fd"))
     for _ in range(3):
         with pytest.raises(OSError):
             mount.new_mount("tmpfs", options={"size": "much"})
         with pytest.raises(FileNotFoundError):
             mount.clone_tree(tmp_path / "absent")
-    assert sorted(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before
 
 
 def test_attach_to_a_missing_target_names_it(tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def test_mount_that_came_out_read_only_is_an_error(stack: Stack) -> None:
         stack.mount(fsuid=None)
     assert caught.value.errno == errno.EROFS
     assert caught.value.filename == str(stack.work)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 @pytest.mark.parametrize("fail", [False, True])

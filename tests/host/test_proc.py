@@ -45,7 +45,8 @@ def nothing_left() -> Iterator[None]:
     before = len(os.listdir("/proc/self/fd"))
     yield
     until(lambda: not children())
-    assert len(os.listdir("/proc/self/fd")) == before
+    # Fewer, when something of an earlier test's was only now collected.
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def children() -> list[int]:
@@ -264,7 +265,8 @@ def test_running_out_of_fds_leaves_nothing(free: int) -> None:
     """With `free` descriptors to go it works or fails with EMFILE; the fixture looks for what is left."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken: list[int] = []
-    resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+    # Whatever is open already, there are numbers enough to be taken.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 20, hard))
     try:
         with contextlib.suppress(OSError):
             while True:

@@ -11,6 +11,7 @@ import pytest
 from libdsec.types import ExecRequest, SandboxSpec
 from tests.support.daemon import Daemon
 from tests.support.rootfs import debian_tar
+from tests.support.waiting import until
 
 _CHECKOUT = Path(__file__).resolve().parents[2]
 _IMAGE = "debian:trixie"
@@ -32,6 +33,8 @@ def daemon(with_image: Daemon) -> Iterator[Daemon]:
     with with_image.client() as client:
         client.create(SandboxSpec(image=_IMAGE), id="box")
         client.exec("box", ExecRequest(argv=("sh", "-c", "echo kept >/root/file; sleep 600 >/dev/null &")))
+        # In its first moments the agent has a child, and the command is still the shell that starts it.
+        until(lambda: client.usage("box").processes == 2 and any("(sleep)" in line for line in left(with_image)))
     yield with_image
     if not with_image.running:
         with_image.start()

@@ -279,7 +279,7 @@ class DnsProcess:
         print(self.tail())  # pytest shows it with a failure
         if self.process.poll() is None:
             self.process.terminate()
-            assert self.process.wait(10) == 0, self.tail()
+            assert self.process.wait(60) == 0, self.tail()
 
     def start(self) -> None:
         command = [sys.executable, "-m", "dsecd.dns", "--link", str(self._link), *self._arguments]

@@ -91,12 +91,15 @@ class House:
 
     def left_of(self, place: Place) -> list[str]:
         """Everything that is still there of a machine, once its threads had time to end."""
-        deadline = time.monotonic() + 5
-        while "populated 1" in (place.cgroup / "cgroup.events").read_text() and time.monotonic() < deadline:
+        def populated() -> bool:
+            # That does not count a process that has ended and is still to be reaped.
+            return "populated 1" in (place.cgroup / "cgroup.events").read_text()
+
+        deadline = time.monotonic() + 60
+        while (populated() or processes_of(place.uid)) and time.monotonic() < deadline:
             time.sleep(0.02)
         found = [f"process {pid}" for pid in processes_of(place.uid)]
-        # "populated" does not count a process that has ended and is still to be reaped.
-        found += ["something in its cgroup"] * ("populated 1" in (place.cgroup / "cgroup.events").read_text())
+        found += ["something in its cgroup"] * populated()
         if place.id in os.listdir(self.base / "jails"):
             found.append(f"jail {sorted(str(p) for p in (self.base / 'jails' / place.id).rglob('*'))}")
         mounts = Path("/proc/self/mounts").read_text()

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import termios
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -520,9 +521,11 @@ def test_a_reader_that_leaves_ends_the_command(daemon: FakeDaemon) -> None:
 
 def test_a_run_that_is_terminated_while_creating_leaves_no_sandbox(daemon: FakeDaemon) -> None:
     original = daemon.on_create
+    terminated = threading.Event()
 
     async def slow(request: Any) -> t.Sandbox:
         made = await original(request)
+        await asyncio.to_thread(terminated.wait, 60)
         await asyncio.sleep(1)
         return made
 
@@ -530,6 +533,7 @@ def test_a_run_that_is_terminated_while_creating_leaves_no_sandbox(daemon: FakeD
     with process(daemon, "run", "debian:trixie", "sleep") as running:
         until(lambda: len(daemon.boxes) == 2)
         running.send_signal(signal.SIGTERM)
+        terminated.set()
         assert running.wait() == 143
     assert set(daemon.boxes) == {"web"}
 

@@ -7,6 +7,7 @@ import asyncio
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,9 +105,11 @@ def caught(pid: int, number: int) -> bool:
 
 def test_a_terminal_that_is_closed_behind_an_interrupt_does_not_keep_the_sandbox(daemon: FakeDaemon) -> None:
     create, delete, begun = daemon.on_create, daemon.on_delete, []
+    interrupted = threading.Event()
 
     async def slow_create(request: Any) -> t.Sandbox:
         made = await create(request)
+        await asyncio.to_thread(interrupted.wait, 60)
         await asyncio.sleep(1)
         return made
 
@@ -120,6 +123,7 @@ def test_a_terminal_that_is_closed_behind_an_interrupt_does_not_keep_the_sandbox
     with subprocess.Popen(command, cwd=ROOT) as running:
         until(lambda: bool(daemon.boxes))
         running.send_signal(signal.SIGINT)
+        interrupted.set()
         until(lambda: bool(begun))
         running.send_signal(signal.SIGHUP)
         running.send_signal(signal.SIGINT)
