@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* FILE_PUT: a temporary file beside the target, renamed over it when it is whole. */
+/* FILE_PUT: a temporary file beside the target, renamed over it when it is whole; one file, or one after the other. */
 #include "worker.h"
 
 #include <errno.h>
@@ -13,6 +13,13 @@
 
 #define WINDOW ((uint64_t)256 << 10)
 #define LINKS_MAX 40
+
+/* What a file is given when it is whole. */
+struct attributes {
+    bool has_mode, has_time;
+    mode_t mode;
+    int64_t mtime_ns;
+};
 
 static struct {
     int dir;             /* the target's directory */
@@ -172,13 +179,9 @@ _Noreturn static void fail_errno_removing(const char *what)
     worker_fail_errno(what);
 }
 
-static void write_piece(const struct frame *f)
+static void write_at(const uint8_t *data, size_t left, uint64_t offset)
 {
-    if (f->len < 8 || load_u64(f->payload) > INT64_MAX - f->len)
-        fail_removing("invalid", EINVAL, "DATA offset");
-    uint64_t offset = load_u64(f->payload);
-    const uint8_t *data = f->payload + 8;
-    for (size_t left = f->len - 8; left > 0;) {
+    while (left > 0) {
         ssize_t n = pwrite(put.fd, data, left, (off_t)offset);
         if (n < 0)
             fail_errno_removing("write");
@@ -186,29 +189,43 @@ static void write_piece(const struct frame *f)
         offset += (uint64_t)n;
         left -= (size_t)n;
     }
+}
+
+/* The offset of a DATA frame, whose bytes come behind it. */
+static uint64_t data_offset(const struct frame *f)
+{
+    if (f->len < 8 || load_u64(f->payload) > INT64_MAX - f->len)
+        fail_removing("invalid", EINVAL, "DATA offset");
+    return load_u64(f->payload);
+}
+
+static void write_piece(const struct frame *f)
+{
+    uint64_t offset = data_offset(f);
+    write_at(f->payload + 8, f->len - 8, offset);
     grant(f->len - 8);
 }
 
 /* ---- commit */
 
-static void set_attributes(const struct request *r)
+static void set_attributes(const struct attributes *a)
 {
-    mode_t mask = (mode_t)request_num(r, F_UMASK, 022) & 0777;
-    mode_t mode = (mode_t)request_num(r, F_MODE, 0666) & 07777 & ~mask;
+    mode_t mode = a->mode;
     if (put.existed) {
         /* Only root can; for others a replaced file becomes theirs. */
         (void)!fchown(put.fd, put.before.st_uid, put.before.st_gid);
-        if (!request_has(r, F_MODE))
+        if (!a->has_mode)
             mode = put.before.st_mode & 07777;
     }
     if (fchmod(put.fd, mode) < 0)
         fail_errno_removing("chmod");
-    if (!request_has(r, F_MTIME_NS))
+    if (!a->has_time)
         return;
-    int64_t ns = (int64_t)r->num[F_MTIME_NS], part = ns % 1000000000;
+    int64_t part = a->mtime_ns % 1000000000;
     if (part < 0)
         part += 1000000000;
-    struct timespec times[2] = {{.tv_nsec = UTIME_OMIT}, {.tv_sec = (time_t)((ns - part) / 1000000000), .tv_nsec = (long)part}};
+    struct timespec times[2] = {{.tv_nsec = UTIME_OMIT},
+                                {.tv_sec = (time_t)((a->mtime_ns - part) / 1000000000), .tv_nsec = (long)part}};
     if (futimens(put.fd, times) < 0)
         fail_errno_removing("set time");
 }
@@ -226,17 +243,31 @@ static int publish(bool exclusive)
     return unlinkat(put.dir, put.temp, 0);
 }
 
-_Noreturn static void commit(const struct frame *f, uint64_t flags)
+static void finish(uint64_t size, const struct attributes *a, bool exclusive)
+{
+    if (ftruncate(put.fd, (off_t)size) < 0)
+        fail_errno_removing("set size");
+    set_attributes(a);
+    if (publish(exclusive) < 0)
+        fail_errno_removing("rename into place");
+    put.temp[0] = 0; /* it has its name: nothing is to be removed any more */
+}
+
+static uint64_t committed_size(const struct frame *f)
 {
     struct request r;
     if (!request_decode(f->payload, f->len, &r) || !request_has(&r, F_SIZE) || r.num[F_SIZE] > INT64_MAX)
         fail_removing("invalid", EINVAL, "COMMIT without a SIZE");
-    if (ftruncate(put.fd, (off_t)r.num[F_SIZE]) < 0)
-        fail_errno_removing("set size");
-    set_attributes(worker.request);
-    if (publish(flags & PUT_EXCLUSIVE) < 0)
-        fail_errno_removing("rename into place");
-    worker.clean_up = NULL;
+    return r.num[F_SIZE];
+}
+
+_Noreturn static void commit(const struct frame *f, uint64_t flags)
+{
+    const struct request *r = worker.request;
+    mode_t mask = (mode_t)request_num(r, F_UMASK, 022) & 0777;
+    struct attributes a = {request_has(r, F_MODE), request_has(r, F_MTIME_NS),
+                           (mode_t)request_num(r, F_MODE, 0666) & 07777 & ~mask, (int64_t)r->num[F_MTIME_NS]};
+    finish(committed_size(f), &a, flags & PUT_EXCLUSIVE);
     struct stat st;
     size_t begun = frame_begin(&worker.out, T_OK, 0);
     if (fstat(put.fd, &st) == 0)
@@ -246,9 +277,123 @@ _Noreturn static void commit(const struct frame *f, uint64_t flags)
     _exit(0);
 }
 
-void file_put(void)
+/* ---- many files, as records: a header, the name below PATH, the contents */
+
+static struct {
+    int top;
+    uint64_t stream;                        /* bytes of records so far */
+    uint8_t head[RECORD_HEADER + PATH_MAX]; /* header and name, as far as they have come, and a zero byte */
+    size_t have;
+    struct attributes attributes;
+    uint64_t size, left;                    /* of the file being written */
+} many = {.top = -1};
+
+static void make_directory(const char *name, mode_t mode)
 {
-    uint64_t flags = request_num(worker.request, F_FLAGS, 0);
+    struct stat st;
+    if (mkdirat(many.top, name, mode) == 0)
+        return;
+    int err = errno;
+    if (err == EEXIST && fstatat(many.top, name, &st, 0) == 0 && S_ISDIR(st.st_mode))
+        return;
+    errno = err;
+    worker_fail_errno("make directory");
+}
+
+static void end_file(void)
+{
+    finish(many.size, &many.attributes, false);
+    close(put.fd);
+    put.fd = -1;
+}
+
+/* Header and name are there. */
+static void begin_record(void)
+{
+    mode_t mode = load_u32(many.head);
+    char *name = (char *)many.head + RECORD_HEADER;
+    size_t len = many.have - RECORD_HEADER;
+    name[len] = 0;
+    many.attributes = (struct attributes){true, true, mode & 07777, (int64_t)load_u64(many.head + 4)};
+    many.size = many.left = load_u32(many.head + 16);
+    many.have = 0;
+    if (strlen(name) != len || name[0] == '/')
+        worker_fail("invalid", EINVAL, "the name must be relative, without zero bytes");
+    if (S_ISDIR(mode) && many.size == 0) {
+        make_directory(name, mode & 07777);
+        return;
+    }
+    if (!S_ISREG(mode))
+        worker_fail("invalid", EINVAL, "neither a regular file nor a directory");
+    locate(many.top, name);
+    examine(0);
+    open_temp();
+    if (many.left == 0)
+        end_file();
+}
+
+/* Header or name; how many of the bytes were theirs. */
+static size_t take_head(const uint8_t *data, size_t len)
+{
+    size_t need = RECORD_HEADER;
+    if (many.have >= RECORD_HEADER)
+        need += load_u32(many.head + 12);
+    size_t n = need - many.have < len ? need - many.have : len;
+    if (many.have == 0)
+        worker.record++;
+    memcpy(many.head + many.have, data, n);
+    many.have += n;
+    if (many.have == RECORD_HEADER) {
+        uint32_t name = load_u32(many.head + 12);
+        if (name == 0 || name >= PATH_MAX)
+            worker_fail("invalid", EINVAL, "the name must have 1 to 4,095 bytes");
+    } else if (many.have == need)
+        begin_record();
+    return n;
+}
+
+static size_t take_contents(const uint8_t *data, size_t len)
+{
+    size_t n = many.left < len ? (size_t)many.left : len;
+    write_at(data, n, many.size - many.left);
+    many.left -= n;
+    if (many.left == 0)
+        end_file();
+    return n;
+}
+
+static void take_records(const struct frame *f)
+{
+    if (data_offset(f) != many.stream)
+        fail_removing("invalid", EINVAL, "DATA offset");
+    const uint8_t *data = f->payload + 8;
+    for (size_t left = f->len - 8, n; left > 0; data += n, left -= n)
+        n = many.left > 0 ? take_contents(data, left) : take_head(data, left);
+    many.stream += f->len - 8;
+    grant(f->len - 8);
+}
+
+_Noreturn static void commit_records(const struct frame *f)
+{
+    if (many.have > 0 || many.left > 0 || committed_size(f) != many.stream)
+        fail_removing("invalid", EINVAL, "the last record is cut short");
+    worker_ok();
+}
+
+/* ---- the request */
+
+static void be_ready(uint64_t offset)
+{
+    worker.clean_up = connection_lost;
+    size_t begun = frame_begin(&worker.out, T_READY, 0);
+    put_u64(&worker.out, F_OFFSET, offset);
+    put_u64(&worker.out, F_CREDIT, WINDOW);
+    frame_end(&worker.out, begun);
+    worker_flush();
+}
+
+static void begin_one(uint64_t flags)
+{
     struct stat st;
     if (flags & PUT_PARENTS)
         make_parents(worker.path);
@@ -259,14 +404,32 @@ void file_put(void)
     worker.clean_up = connection_lost;
     if (fstat(put.fd, &st) < 0)
         worker_fail_errno("stat");
-    size_t begun = frame_begin(&worker.out, T_READY, 0);
-    put_u64(&worker.out, F_OFFSET, (uint64_t)st.st_size);
-    put_u64(&worker.out, F_CREDIT, WINDOW);
-    frame_end(&worker.out, begun);
-    worker_flush();
+    be_ready((uint64_t)st.st_size);
+}
+
+static void begin_many(void)
+{
+    many.top = open(worker.path, O_PATH | O_DIRECTORY | O_CLOEXEC);
+    if (many.top < 0)
+        worker_fail_errno("open directory");
+    be_ready(0);
+}
+
+void file_put(void)
+{
+    uint64_t flags = request_num(worker.request, F_FLAGS, 0);
+    bool several = flags & PUT_MANY;
+    if (several)
+        begin_many();
+    else
+        begin_one(flags);
     for (struct frame f; worker_receive(&f, true);) {
-        if (f.type == T_DATA)
+        if (f.type == T_DATA && several)
+            take_records(&f);
+        else if (f.type == T_DATA)
             write_piece(&f);
+        else if (f.type == T_COMMIT && several)
+            commit_records(&f);
         else if (f.type == T_COMMIT)
             commit(&f, flags);
         else if (f.type == T_CLOSE) {

@@ -13,6 +13,7 @@
 #define LIST_DEFAULT 1000u
 #define LIST_MAX 10000u
 #define BATCH_BYTES ((size_t)32 << 10)
+#define MANY_BYTES ((size_t)64 << 10) /* larger files go alone */
 
 /* ---- FILE_GET */
 
@@ -112,29 +113,141 @@ static int open_regular(struct stat *st)
     return fd;
 }
 
+static void send_info(const struct stat *st)
+{
+    size_t begun = frame_begin(&worker.out, T_INFO, 0);
+    put_stat(&worker.out, st, NULL);
+    frame_end(&worker.out, begun);
+    worker_flush();
+}
+
+_Noreturn static void end_at(uint64_t offset)
+{
+    size_t begun = frame_begin(&worker.out, T_OK, 0);
+    put_u64(&worker.out, F_END, offset);
+    frame_end(&worker.out, begun);
+    worker_flush();
+    _exit(0);
+}
+
+/* ---- many files, as records: a header, the contents */
+
+static struct {
+    uint8_t data[DATA_BYTES]; /* of the records, what was not sent yet */
+    size_t len;
+    uint64_t sent;
+} many;
+
+static void send_records(void)
+{
+    for (size_t done = 0, n; done < many.len; done += n) {
+        wait_for_credit();
+        n = many.len - done;
+        if (n > credit)
+            n = (size_t)credit;
+        uint8_t offset[DATA_OFFSET];
+        store_u64(offset, many.sent);
+        size_t begun = frame_begin(&worker.out, T_DATA, 0);
+        buf_add(&worker.out, offset, sizeof(offset));
+        buf_add(&worker.out, many.data + done, n);
+        frame_end(&worker.out, begun);
+        worker_flush();
+        many.sent += n;
+        credit -= n;
+    }
+    many.len = 0;
+}
+
+static void add_to_records(const uint8_t *data, size_t len)
+{
+    while (len > 0) {
+        size_t n = sizeof(many.data) - many.len < len ? sizeof(many.data) - many.len : len;
+        memcpy(many.data + many.len, data, n);
+        many.len += n;
+        data += n;
+        len -= n;
+        if (many.len == sizeof(many.data))
+            send_records();
+    }
+}
+
+/* All of a regular file of at most `max` bytes without a hole; -1 for whatever is not that, or is not any more. */
+static ssize_t read_small(int fd, struct stat *st, size_t max, uint8_t out[MANY_BYTES + 1])
+{
+    if (fstat(fd, st) < 0 || !S_ISREG(st->st_mode) || (uint64_t)st->st_size > max)
+        return -1;
+    size_t size = (size_t)st->st_size, have = 0;
+    if (size > 0 && lseek(fd, 0, SEEK_HOLE) != st->st_size)
+        return -1;
+    for (ssize_t n; have <= size; have += (size_t)n) { /* one byte more, for a file that grew or tells no size */
+        n = pread(fd, out + have, size + 1 - have, (off_t)have);
+        if (n < 0)
+            return -1;
+        if (n == 0)
+            break;
+    }
+    return have == size ? (ssize_t)size : -1;
+}
+
+static void add_file(int top, const char *name, size_t max)
+{
+    static uint8_t contents[MANY_BYTES + 1];
+    uint8_t head[RECORD_HEADER] = {0}; /* mode 0: it has to be asked for alone */
+    struct stat st;
+    ssize_t size = -1;
+    /* Asked first, as in open_regular. */
+    if (fstatat(top, name, &st, AT_SYMLINK_NOFOLLOW) == 0 && S_ISREG(st.st_mode)) {
+        int fd = openat(top, name, O_RDONLY | O_NONBLOCK | O_NOCTTY | O_NOFOLLOW | O_CLOEXEC);
+        if (fd >= 0) {
+            size = read_small(fd, &st, max, contents);
+            close(fd);
+        }
+    }
+    if (size >= 0) {
+        store_u32(head, st.st_mode);
+        store_u64(head + 4, mtime_ns(&st));
+        store_u32(head + 16, (uint32_t)size);
+    }
+    add_to_records(head, sizeof(head));
+    if (size > 0)
+        add_to_records(contents, (size_t)size);
+}
+
+_Noreturn static void get_many(const struct span *names)
+{
+    struct stat st;
+    uint64_t bytes = request_num(worker.request, F_BYTES, 0);
+    size_t max = bytes < MANY_BYTES ? (size_t)bytes : MANY_BYTES;
+    int top = open(worker.path, O_PATH | O_DIRECTORY | O_CLOEXEC);
+    if (top < 0 || fstat(top, &st) < 0)
+        worker_fail_errno("open directory");
+    if (names->len == 0 || names->data[names->len - 1] != 0)
+        worker_fail("invalid", EINVAL, "each NAME must be ended by a zero byte");
+    send_info(&st);
+    const char *name = (const char *)names->data, *end = name + names->len;
+    for (; name < end; name += strlen(name) + 1)
+        add_file(top, name, max);
+    send_records();
+    end_at(many.sent);
+}
+
 void file_get(void)
 {
     struct stat st;
+    credit = request_num(worker.request, F_CREDIT, 0);
+    if (request_has(worker.request, F_NAME))
+        get_many(&worker.request->span[F_NAME]);
     int fd = open_regular(&st);
     uint64_t offset = request_num(worker.request, F_OFFSET, 0), bytes = request_num(worker.request, F_BYTES, 0);
     uint64_t size = (uint64_t)st.st_size;
-    credit = request_num(worker.request, F_CREDIT, 0);
     if (offset > INT64_MAX)
         worker_fail("invalid", EINVAL, "OFFSET");
-    size_t begun = frame_begin(&worker.out, T_INFO, 0);
-    put_stat(&worker.out, &st, NULL);
-    frame_end(&worker.out, begun);
-    worker_flush();
+    send_info(&st);
     /* The kernel's own files (/proc) have a size of 0 and are read until they end. */
     uint64_t end = size == 0 ? INT64_MAX : size;
     if (bytes > 0 && bytes < end - (offset < end ? offset : end))
         end = offset + bytes;
-    end = size == 0 ? send_range(fd, offset, end) : send_extents(fd, offset, end);
-    begun = frame_begin(&worker.out, T_OK, 0);
-    put_u64(&worker.out, F_END, end);
-    frame_end(&worker.out, begun);
-    worker_flush();
-    _exit(0);
+    end_at(size == 0 ? send_range(fd, offset, end) : send_extents(fd, offset, end));
 }
 
 /* ---- FILE_STAT, FILE_LIST */

@@ -138,10 +138,14 @@ enum exit_reason { REASON_ITSELF, REASON_TIMEOUT, REASON_IDLE, REASON_KILLED, RE
 #define STREAM_OUT 1u
 #define STREAM_ERR 2u
 
+/* Of a file among many: u32 mode, u64 time, u32 length of its name, u32 size; then name and contents. */
+#define RECORD_HEADER 20u
+
 /* FILE_* flags. */
 #define PUT_PARENTS 1u
 #define PUT_EXCLUSIVE 2u
 #define PUT_KEEP_PART 4u
+#define PUT_MANY 8u
 #define STAT_FOLLOW 1u
 #define REMOVE_RECURSIVE 1u
 #define MKDIR_PARENTS 1u

@@ -54,8 +54,10 @@ void worker_ok(void)
 
 void worker_fail(const char *code, int err, const char *what)
 {
-    char message[256];
-    snprintf(message, sizeof(message), "%s%s%s", what, err ? ": " : "", err ? strerror(err) : "");
+    char message[256], which[32] = "";
+    if (worker.record > 0)
+        snprintf(which, sizeof(which), "file %u: ", worker.record);
+    snprintf(message, sizeof(message), "%s%s%s%s", which, what, err ? ": " : "", err ? strerror(err) : "");
     put_error(&worker.out, 0, code, err, message);
     worker_flush();
     worker_abandon();
@@ -102,13 +104,18 @@ void worker_fail_errno(const char *what)
     worker_fail(code_of(err), err, what);
 }
 
+uint64_t mtime_ns(const struct stat *st)
+{
+    return (uint64_t)st->st_mtim.tv_sec * 1000000000u + (uint64_t)st->st_mtim.tv_nsec;
+}
+
 void put_stat(struct buf *b, const struct stat *st, const char *target)
 {
     put_u64(b, F_MODE, st->st_mode);
     put_u64(b, F_UID, st->st_uid);
     put_u64(b, F_GID, st->st_gid);
     put_u64(b, F_SIZE, (uint64_t)st->st_size);
-    put_u64(b, F_MTIME_NS, (uint64_t)st->st_mtim.tv_sec * 1000000000u + (uint64_t)st->st_mtim.tv_nsec);
+    put_u64(b, F_MTIME_NS, mtime_ns(st));
     put_u64(b, F_NLINK, st->st_nlink);
     put_u64(b, F_INO, st->st_ino);
     if (target != NULL)

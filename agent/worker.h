@@ -16,6 +16,7 @@ struct worker {
     const struct request *request;
     struct buf out;
     char path[PATH_MAX];
+    unsigned record;        /* which of many files is at hand, from 1; a failure names it */
     void (*clean_up)(void); /* before exiting on any failure; may be NULL */
 };
 
@@ -32,6 +33,7 @@ _Noreturn void worker_abandon(void);                /* nobody listens any more *
 
 /* The protocol's fields of one file; target is a symlink's, or NULL. */
 void put_stat(struct buf *b, const struct stat *st, const char *target);
+uint64_t mtime_ns(const struct stat *st);
 void make_parents(char *path);
 
 /* file_read.c */

@@ -20,7 +20,7 @@ from tests.support.waiting import until
 
 MIB = 1 << 20
 NOBODY = 65534
-PARENTS, EXCLUSIVE, KEEP_PART = 1, 2, 4
+PARENTS, EXCLUSIVE, KEEP_PART, MANY = 1, 2, 4, 8
 PTRACE_ATTACH = 16  # ptrace(2)
 
 
@@ -337,6 +337,131 @@ def test_no_room_is_reported_and_leaves_nothing(agent: AgentProcess, client: Age
         assert os.listdir(tmp_path) == []
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+# ---- many at once
+
+
+def record(name: bytes, data: bytes = b"", *, mode: int = stat.S_IFREG | 0o644, mtime_ns: int = 1_000_000_007) -> bytes:
+    return struct.pack("<IqII", mode, mtime_ns, len(name), len(data)) + name + data
+
+
+def put_many(client: AgentClient, top: Path, body: bytes, **more: Value) -> None:
+    put(client, top, body, flags=MANY, umask=0, **more)
+
+
+def get_many(
+    client: AgentClient, top: Path, names: list[bytes], *, credit: int = 1 << 40, **more: Value
+) -> list[tuple[int, int, bytes]]:
+    """Mode, time and contents of each; the pieces must be one stream."""
+    _, pieces = get(client, top, credit=credit, name=b"".join(name + b"\0" for name in names), **more)
+    body = b""
+    for offset, data in pieces:
+        assert offset == len(body)
+        body += data
+    found, at = [], 0
+    while at < len(body):
+        mode, mtime_ns, name, size = struct.unpack_from("<IqII", body, at)
+        assert name == 0
+        found.append((mode, mtime_ns, body[at + 20 : at + 20 + size]))
+        at += 20 + size
+    return found
+
+
+def test_many_files_are_put_in_one_request(client: AgentClient, place: Path):
+    (place / "d").mkdir(mode=0o701)
+    (place / "outside").mkdir()
+    (place / "outside/real").write_text("old")
+    for path in ("d", "outside", "outside/real"):
+        os.chown(place / path, NOBODY, NOBODY)
+    (place / "d/link").symlink_to("../outside/real")
+    contents = {f"d/e/{number}".encode(): os.urandom(number * 7) for number in range(500)}
+    body = record(b"d", mode=stat.S_IFDIR | 0o755) + record(b"d/e", mode=stat.S_IFDIR | 0o750)
+    body += b"".join(record(name, data) for name, data in contents.items())
+    body += record(b"d/e/\xff\n", b"odd", mode=stat.S_IFREG | 0o640, mtime_ns=-1) + record(b"d/link", b"through")
+    body += record(b"big", bytes(range(256)) * 2000)
+    put_many(client, place, body, user="nobody")
+    assert {b"d/e/" + name: (place / "d/e" / os.fsdecode(name)).read_bytes()
+            for name in os.listdir(os.fsencode(place / "d/e")) if name != b"\xff\n"} == contents  # fmt: skip
+    assert (place / "big").read_bytes() == bytes(range(256)) * 2000
+    assert ((place / "d").stat().st_mode & 0o777, (place / "d/e").stat().st_mode & 0o777) == (0o701, 0o750)
+    status = (place / "d/e" / os.fsdecode(b"\xff\n")).stat()
+    assert (status.st_uid, status.st_mode & 0o777, status.st_mtime_ns) == (NOBODY, 0o640, -1)
+    assert ((place / "d/link").is_symlink(), (place / "outside/real").read_text()) == (True, "through")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "code"),
+    [
+        (record(b"dir", b"x"), "is-directory"),
+        (record(b"none/x", b"x"), "not-found"),
+        (record(b"fifo", b"x"), "not-regular"),
+        (record(b"old", mode=stat.S_IFDIR | 0o755), "exists"),
+        (record(b"made", b"", mode=stat.S_IFIFO | 0o644), "invalid"),
+        (record(b"/tmp/absolute", b"x"), "invalid"),
+        (record(b"zero\0byte", b"x"), "invalid"),
+        (record(b"", b"x"), "invalid"),
+        (record(b"x" * 5000, b"x"), "invalid"),
+        (record(b"cut", b"xyz")[:-1], "invalid"),
+        (record(b"cut", b"xyz")[:5], "invalid"),
+    ],
+    ids=["directory", "no-parent", "fifo", "no-directory", "kind", "absolute", "zero", "empty", "long", "cut", "head"],
+)  # fmt: skip
+def test_a_failure_among_many_says_which_and_leaves_no_half_file(
+    client: AgentClient, place: Path, wrong: bytes, code: str
+):
+    (place / "dir").mkdir()
+    (place / "old").write_text("old")
+    os.mkfifo(place / "fifo")
+    body = record(b"first", b"1") + record(b"second", b"2" * 100_000) + wrong
+    with pytest.raises(AgentError, match=rf"^{code}.*file 3: ") as caught:
+        put_many(client, place, body)
+    assert caught.value.code == code
+    assert sorted(os.listdir(place)) == ["dir", "fifo", "first", "old", "second"]
+    assert ((place / "first").read_text(), (place / "old").read_text()) == ("1", "old")
+    assert (place / "second").read_bytes() == b"2" * 100_000
+
+
+@pytest.mark.parametrize("how", ["cut", "close"])
+def test_many_files_given_up_leave_no_half_file(agent: AgentProcess, client: AgentClient, place: Path, how: str):
+    upload = Upload(client, place, flags=MANY)
+    upload.data(0, record(b"whole", b"1") + record(b"half", b"2" * 100_000)[:-1])
+    until(lambda: (place / "whole").exists() and len(os.listdir(place)) == 2)
+    if how == "cut":
+        client.close()
+    else:
+        client.send("CLOSE", channel=upload.channel)
+    until(lambda: not agent.children())
+    assert os.listdir(place) == ["whole"]
+
+
+def test_many_files_are_got_in_one_request(client: AgentClient, place: Path):
+    (place / "d").mkdir()
+    wanted = {f"d/{number}".encode(): os.urandom(number * 9) for number in range(400)} | {b"d/\xff\n": b"odd"}
+    for name, data in wanted.items():
+        (place / os.fsdecode(name)).write_bytes(data)
+    (place / "d/3").chmod(0o4755)
+    os.utime(place / "d/3", ns=(1, -5))
+    (place / "secret").write_text("secret")
+    (place / "secret").chmod(0o600)
+    with open(place / "sparse", "wb") as file:
+        file.truncate(60_000)
+    (place / "large").write_bytes(bytes(70_000))
+    (place / "link").symlink_to("d/3")
+    os.mkfifo(place / "fifo")
+    alone = [b"secret", b"sparse", b"large", b"link", b"fifo", b"d", b"missing", b"", b"d/3/x"]
+    names = [*wanted, *alone, b"d/1"]
+    found = get_many(client, place, names, credit=10_000, bytes=1 << 20, user="nobody")
+    assert [data for _, _, data in found] == [*wanted.values(), *[b""] * len(alone), wanted[b"d/1"]]
+    assert found[3][:2] == (stat.S_IFREG | 0o4755, -5)
+    modes = [mode for mode, _, _ in found]
+    assert modes[len(wanted) : -1] == [0] * len(alone)
+    assert all(stat.S_ISREG(mode) for mode in [*modes[: len(wanted)], modes[-1]])
+    assert get_many(client, Path("/proc"), [b"version"], bytes=65536) == [(0, 0, b"")]
+    assert [data for _, _, data in get_many(client, place, [b"d/11", b"d/12"], bytes=99)] == [wanted[b"d/11"], b""]
+    for wrong in (b"", b"d/1"):
+        with pytest.raises(AgentError, match="^invalid"):
+            get(client, place, name=wrong)
 
 
 # ---- stat, list
