@@ -24,6 +24,9 @@ from libdsec import types as t
 from libdsec.errors import ConnectionFailed, DsecError, Internal, InvalidSpec, from_wire
 from libdsec.filetypes import in_bytes
 from libdsec.routes import BY_NAME, Route
+from libdsec.routes import EXTENTS as EXTENTS
+from libdsec.routes import PLAIN as PLAIN
+from libdsec.routes import RECORDS as RECORDS
 from libdsec.types import EXEC_ID_PATTERN, ID_PATTERN
 
 DEFAULT_SOCKET = "/run/dsec/dsecd.sock"
@@ -33,7 +36,6 @@ CLOSE_TIMEOUT_S = 1.0
 MAX_MESSAGE_BYTES = 8 << 20
 #: How much longer than the daemon's own limit the client waits for an answer.
 MARGIN_S = 15.0
-EXTENTS = "application/x-dsec-extents"
 #: No limit on connections: a running exec holds one, and a full pool would keep the call out that could end it.
 POOL = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=30.0)
 

@@ -7,13 +7,19 @@ Here: what they ask and answer in JSON, where a name that is not UTF-8 goes in a
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, StringConstraints, model_validator
 
 from libdsec.model import Bytes, GuestPath, Model, OpenModel, User
 
 _PATH_MAX_BYTES = 4096
+#: Of a file that goes with others; larger ones go alone.
+MANY_BYTES = 64 * 1024
+#: Of the names that one request may ask for, each with one byte that ends it.
+NAMES_BYTES = 56 * 1024
+
+RelativeName = Annotated[str, StringConstraints(pattern=r"^[^/\x00][^\x00]*$", max_length=4095)]
 
 
 def in_bytes(name: str) -> bytes | None:
@@ -66,6 +72,28 @@ class FileInfo(OpenModel):
 class FileList(OpenModel):
     entries: tuple[FileInfo, ...]
     next: str | None = Field(None, description="pass as `cursor` for the next page")
+
+
+class GetFilesRequest(Model):
+    path: GuestPath | None = Field(None, description="the directory that names are below")
+    path_bytes: Bytes | None = Field(None, description="instead of `path`, if it is not UTF-8")
+    names: tuple[RelativeName, ...] = Field(
+        min_length=1, max_length=4096, description="paths below it; with one byte for each at most 56 KiB together"
+    )
+    max_bytes: int = Field(MANY_BYTES, ge=0, le=MANY_BYTES, description="a larger file has to be asked for alone")
+    user: User | None = Field(None)
+
+    @property
+    def fs_path(self) -> str:
+        """The path as Python writes it."""
+        return _given(self.path, self.path_bytes, "path")
+
+    @model_validator(mode="after")
+    def _fields_given(self) -> Self:
+        _given(self.path, self.path_bytes, "path")
+        if sum(len(name.encode()) + 1 for name in self.names) > NAMES_BYTES:
+            raise ValueError(f"names: more than {NAMES_BYTES} bytes together, with one for each")
+        return self
 
 
 class MkdirRequest(Model):

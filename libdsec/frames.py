@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frames of the exec WebSocket and of sparse file bodies, and the book-keeping of stream offsets.
+"""Frames of the exec WebSocket and of bodies of files, sparse or many, and the book-keeping of stream offsets.
 
 Here: pure encoding, decoding and checking; docs/api.md has the formats. Not here: input and output.
 """
@@ -10,7 +10,7 @@ import codecs
 import struct
 from collections.abc import Iterator
 from enum import IntEnum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from libdsec.errors import InfraError
 
@@ -115,6 +115,47 @@ class Lines:
         if final and self._parts:
             yield "".join(self._parts)
             self._parts = []
+
+
+# --- many files --------------------------------------------------------------------------------------------------
+
+_RECORD = struct.Struct("<IqII")
+
+
+def record(mode: int, mtime_ns: int, name: bytes, data: bytes) -> bytes:
+    """One file of an ``application/x-dsec-files`` body; ``mode`` as stat(2) has it, ``name`` empty in a download."""
+    return _RECORD.pack(mode, mtime_ns, len(name), len(data)) + name + data
+
+
+class Record(NamedTuple):
+    """A file that was asked for. ``mode`` 0: it has to be asked for alone."""
+
+    mode: int
+    mtime_ns: int
+    data: bytes
+
+
+class Records:
+    """Reads a download's ``application/x-dsec-files`` body that arrives in pieces of any size; holds one file."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._data = bytearray()
+
+    def feed(self, piece: bytes) -> Iterator[Record]:
+        """Each file found. Raises InfraError for one larger than any that was asked for."""
+        self._data += piece
+        begin = 0
+        while len(self._data) >= begin + _RECORD.size:
+            mode, mtime_ns, name, size = _RECORD.unpack_from(self._data, begin)
+            if name or size > self._max_bytes:
+                raise InfraError(f"read files: one comes with {size} bytes and a name of {name}")
+            end = begin + _RECORD.size + size
+            if len(self._data) < end:
+                break
+            yield Record(mode, mtime_ns, bytes(self._data[end - size : end]))
+            begin = end
+        del self._data[:begin]
 
 
 # --- sparse files ------------------------------------------------------------------------------------------------

@@ -18,12 +18,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Generic, NamedTuple, Self, TypeVar
 
-from libdsec.frames import EXTENT_BYTES
+from libdsec.filetypes import FileInfo
+from libdsec.frames import EXTENT_BYTES, Record, record
 
 _COUNTING = threading.Lock()
 _NO_FOLLOW = os.O_CLOEXEC | os.O_NOFOLLOW
+#: What goes in one request: about so much, since one more is added before. Contents of an upload are in memory then.
+_BATCH_FILES, _BATCH_BYTES, _BATCH_NAMES_BYTES = 256, 1 << 20, 32 * 1024
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -202,6 +207,78 @@ def walk(top: str) -> Iterator[Entry]:
                 waiting.append(entry)
 
 
+#: A file or directory of a sandbox: its path in the tree, and what a listing told of it.
+Found = tuple[str, FileInfo]
+
+
+class Batch(Generic[T]):
+    """Files to go in one request, gathered until there are enough."""
+
+    def __init__(self) -> None:
+        self._items: list[T] = []
+        self._bytes = self._names_bytes = 0
+
+    def add(self, item: T, path: str, size_bytes: int) -> bool:
+        """Whether there are enough with this one."""
+        self._items.append(item)
+        self._bytes += size_bytes
+        self._names_bytes += 4 * len(path) + 1  # as many as UTF-8 may make of it
+        enough = self._bytes >= _BATCH_BYTES or self._names_bytes >= _BATCH_NAMES_BYTES
+        return enough or len(self._items) >= _BATCH_FILES
+
+    def take(self) -> list[T]:
+        """All of them; gathering begins anew."""
+        items, self._items = self._items, []
+        self._bytes = self._names_bytes = 0
+        return items
+
+
+class Packed(NamedTuple):
+    """Entries of a tree as one body: the sizes of the files in it, and the entries that are not."""
+
+    body: list[bytes]
+    taken: list[int]
+    left: list[Entry]
+
+
+def pack(top: str, entries: list[Entry], max_bytes: int) -> Packed:
+    """Directories, and files that have at most ``max_bytes`` and no hole, as records; whatever fails is left."""
+    packed = Packed([], [], [])
+    for entry in entries:
+        name = os.fsencode(entry.path)
+        if entry.kind == "directory":
+            packed.body.append(record(stat.S_IFDIR | entry.mode & 0o777, 0, name, b""))
+            continue
+        try:
+            found = _small(os.path.join(top, entry.path), max_bytes)
+        except OSError:
+            found = None
+        if found is None:
+            packed.left.append(entry)
+            continue
+        status, data = found
+        mode = stat.S_IFREG | status.st_mode & 0o777
+        packed.body.append(record(mode, status.st_mtime_ns, name, data))
+        packed.taken.append(len(data))
+    return packed
+
+
+def _small(path: str, max_bytes: int) -> tuple[os.stat_result, bytes] | None:
+    """All of a small regular file that has no hole, else None. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | _NO_FOLLOW)
+    try:
+        status = os.fstat(fd)
+        size = status.st_size
+        if not stat.S_ISREG(status.st_mode) or size > max_bytes:
+            return None
+        data = os.read(fd, size + 1)  # one byte more, for a file that grew or tells no size
+        if len(data) != size or (size and os.lseek(fd, 0, os.SEEK_HOLE) != size):
+            return None
+        return status, data
+    finally:
+        os.close(fd)
+
+
 def safe_name(name: str) -> bool:
     """Whether a name that a sandbox gave is one of a directory entry."""
     return bool(name) and name not in (".", "..") and "/" not in name and "\0" not in name
@@ -280,3 +357,47 @@ class Tree:
                 raise
         finally:
             os.close(fd)
+
+
+class Shelf:
+    """Small files put into a local tree as they come, in the order in which they were asked for."""
+
+    def __init__(self, tree: Tree, paths: list[str]) -> None:
+        self._tree = tree
+        self._paths = iter(paths)
+        self._directory: str | None = None
+        self._fd = -1
+        #: What is there.
+        self.done: set[str] = set()
+
+    def put(self, records: list[Record]) -> list[int]:
+        """Write the next files; the sizes of those that are there. One that failed or did not come is not ``done``."""
+        sizes = []
+        for (mode, mtime_ns, data), path in zip(records, self._paths, strict=False):
+            if not stat.S_ISREG(mode):
+                continue
+            directory, name = os.path.split(path)
+            try:
+                self._enter(directory)
+                with Target(name, parent_fd=self._fd) as target:
+                    target.write(0, data)
+                    target.commit(len(data), mode, mtime_ns)
+            except OSError:
+                continue
+            self.done.add(path)
+            sizes.append(len(data))
+        return sizes
+
+    def _enter(self, directory: str) -> None:
+        # Neighbours mostly lie in one directory.
+        if directory == self._directory:
+            return
+        self.close()
+        self._fd = self._tree.directory(directory, make=False)
+        self._directory = directory
+
+    def close(self) -> None:
+        """Close it."""
+        if self._directory is not None:
+            os.close(self._fd)
+            self._directory = None

@@ -16,6 +16,11 @@ from libdsec import snapshots as s
 from libdsec import types as t
 from libdsec.memory import MemoryReport
 
+#: Media types of streams; docs/api.md has the formats.
+PLAIN = "application/octet-stream"
+EXTENTS = "application/x-dsec-extents"
+RECORDS = "application/x-dsec-files"
+
 
 class Scope(StrEnum):
     """What a principal must hold to call a route."""
@@ -58,6 +63,7 @@ class Route:
     timeout_s: float = 60.0  # server side; streams have none
     body_limit_bytes: int = field(default=16 << 20)
     values_max: int = 100_000  # in the JSON of a request
+    forms: tuple[str, ...] = (PLAIN, EXTENTS)  # of a stream, request's or response's
 
 
 _STATES = tuple(state.value for state in t.State)
@@ -152,6 +158,11 @@ ROUTES: tuple[Route, ...] = (
                  Query("exclusive", "bool"), Query("mtime_ns", "int", minimum=0),
                  _PART, Query("offset", "int", minimum=0),
                  Query("size", "int", minimum=0, doc="final size; the body may end in a hole"))),
+    Route("get_files", "POST", "/v1/sandboxes/{id}/files/batch", Scope.READ, "Download many small files.",
+          t.GetFilesRequest, answer="stream", timeout_s=0, forms=(RECORDS,)),
+    Route("put_files", "PUT", "/v1/sandboxes/{id}/files/batch", Scope.SANDBOX,
+          "Upload many files and directories; each file appears whole or not.", body="stream", response=t.Empty,
+          body_limit_bytes=0, timeout_s=0, query=(_PATH, _USER), forms=(RECORDS,)),
     Route("put_state", "GET", "/v1/sandboxes/{id}/files/part", Scope.SANDBOX,
           "How much of a resumable upload has arrived.", response=t.FileInfo,
           query=(_PATH, _USER, replace(_PART, required=True))),

@@ -28,6 +28,7 @@ from libdsec.apparmor import AppArmor as AppArmor
 from libdsec.execve import Arg, Env
 from libdsec.filetypes import FileInfo as FileInfo
 from libdsec.filetypes import FileList as FileList
+from libdsec.filetypes import GetFilesRequest as GetFilesRequest
 from libdsec.filetypes import MkdirRequest as MkdirRequest
 from libdsec.filetypes import RenameRequest as RenameRequest
 from libdsec.model import Bytes as Bytes

@@ -17,9 +17,10 @@ from typing import Protocol
 from aiohttp import web
 
 from libdsec.errors import InvalidSpec
+from libdsec.routes import EXTENTS as EXTENTS
+from libdsec.routes import PLAIN as PLAIN
+from libdsec.routes import RECORDS as RECORDS
 
-PLAIN = "application/octet-stream"
-EXTENTS = "application/x-dsec-extents"
 #: An upload whose client, or a download whose file, does not move for so long is given up.
 IDLE_TIMEOUT_S = 300.0
 

@@ -16,10 +16,9 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from dsecd import __version__
-from dsecd.api.bodies import EXTENTS, PLAIN
 from dsecd.api.call import PATH_PARAMETERS
 from dsecd.api.wire import REQUEST_ID
-from libdsec.routes import ROUTES, Query, Route
+from libdsec.routes import PLAIN, ROUTES, Query, Route
 from libdsec.types import ErrorBody
 
 Json = dict[str, Any]
@@ -98,7 +97,7 @@ def _operation(route: Route, schemas: _Schemas) -> Json:
         first = {} if route.request is None else {"firstMessage": schemas.ref(route.request, "validation")}
         operation["x-websocket"] = {"frames": "docs/api.md", **first}
     elif route.body == "stream":
-        operation["requestBody"] = {"content": {PLAIN: _BINARY, EXTENTS: _BINARY}}
+        operation["requestBody"] = {"content": _binary(route)}
     elif route.request is not None:
         needed = any(field.is_required() for field in route.request.model_fields.values())
         schema = schemas.ref(route.request, "validation")
@@ -121,10 +120,15 @@ def _success(route: Route, schemas: _Schemas) -> Json:
     elif route.name == "openapi":
         answer["content"] = _json({"type": "object"})
     else:
-        answer["content"] = {PLAIN: _BINARY, EXTENTS: _BINARY}
-        for name in ("X-Dsec-Size", "X-Dsec-Info"):
-            answer["headers"][name] = {"schema": {"type": "string"}}
+        answer["content"] = _binary(route)
+        if route.name == "get_file":
+            for name in ("X-Dsec-Size", "X-Dsec-Info"):
+                answer["headers"][name] = {"schema": {"type": "string"}}
     return {str(route.status): answer}
+
+
+def _binary(route: Route) -> Json:
+    return dict.fromkeys(route.forms, _BINARY)
 
 
 def _headers() -> Json:

@@ -21,7 +21,7 @@ from dsecd.core.principal import Principal
 from dsecd.core.registry import Registry
 from libdsec import errors
 from libdsec.filetypes import in_bytes
-from libdsec.types import FileInfo, FileList, MkdirRequest, RenameRequest
+from libdsec.types import FileInfo, FileList, GetFilesRequest, MkdirRequest, RenameRequest
 
 _Type = Literal["file", "directory", "symlink", "fifo", "socket", "char", "block", "unknown"]
 
@@ -79,6 +79,26 @@ class PutStream:
         await self._writer.aclose()
 
 
+class PutManyStream:
+    """An upload of many files as records. Each becomes visible once it is whole, and stays whatever comes after it."""
+
+    def __init__(self, doing: str, writer: FileWriter) -> None:
+        self._doing = doing
+        self._writer = writer
+
+    async def write(self, offset: int, data: bytes) -> None:
+        with translate.files(self._doing):
+            await self._writer.write(offset, data)
+
+    async def commit(self, size: int) -> None:
+        """Returns when the last file is there; ``size`` is that of all records."""
+        with translate.files(self._doing):
+            await self._writer.commit(size)
+
+    async def aclose(self) -> None:
+        await self._writer.aclose()
+
+
 class Files:
     """Files of all sandboxes. Paths are absolute inside; ``user`` None means the sandbox's user."""
 
@@ -107,6 +127,23 @@ class Files:
                 mtime_ns=mtime_ns,
             )  # fmt: skip
         return PutStream(doing, _name(path), writer, link, path, user)
+
+    async def open_get_many(self, principal: Principal, sandbox_id: str, request: GetFilesRequest) -> GetStream:
+        path = request.fs_path
+        doing = f"get files below '{path}' of '{sandbox_id}'"
+        link, user = await self._link(principal, sandbox_id, "get files of", path, request.user)
+        with translate.files(doing):
+            reader = link.many.get(path, request.names, request.max_bytes, user)
+            info = await reader.open()
+        return GetStream(doing, _info(info, _name(path)), reader)
+
+    async def open_put_many(
+        self, principal: Principal, sandbox_id: str, path: str, user: str | None
+    ) -> PutManyStream:
+        doing = f"put files below '{path}' into '{sandbox_id}'"
+        link, user = await self._link(principal, sandbox_id, "put files into", path, user)
+        with translate.files(doing):
+            return PutManyStream(doing, await link.many.put(path, user))
 
     async def put_state(
         self, principal: Principal, sandbox_id: str, path: str, user: str | None, part: str

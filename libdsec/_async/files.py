@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two routes that carry file contents.
+"""The routes that carry file contents.
 
 Here: bodies as streams of bytes or extents. Not here: local files and resuming (``contents.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -17,8 +17,6 @@ from libdsec import types as t
 from libdsec._async.calls import AsyncFileCalls
 from libdsec.errors import InfraError
 from libdsec.frames import Extents
-
-PLAIN = "application/octet-stream"
 
 
 @dataclass
@@ -53,6 +51,34 @@ class AsyncTransfers(AsyncFileCalls):
     """Files in sandboxes with their contents."""
 
     @asynccontextmanager
+    async def get_files(
+        self, id: str, path: str, names: Sequence[str], *, user: str | None = None
+    ) -> AsyncIterator[AsyncIterator[bytes]]:
+        """Download small files below the directory ``path``: pieces of a body for ``libdsec.frames.Records``.
+
+        The body has a record for each name, in their order. Raises NotFound, Denied, InvalidSpec, ConnectionFailed.
+        """
+        where = c.path_fields("path", path)
+        request = c.build(t.GetFilesRequest, "", **where, names=tuple(names), user=user)
+        async with self.download("get_files", query={}, accept=c.RECORDS, body=request, id=id) as response:
+            yield response.aiter_raw()
+
+    async def put_files(
+        self, id: str, path: str, records: Sequence[bytes], *, user: str | None = None
+    ) -> None:
+        """Upload files and directories below the directory ``path``, each made by ``libdsec.frames.record``.
+
+        Each file appears whole or not at all. The first failure ends it; what came before stays. Raises NotFound,
+        Denied, InvalidSpec, ConnectionFailed.
+        """
+
+        async def body() -> AsyncIterator[bytes]:
+            yield b"".join(records)
+
+        query: dict[str, c.QueryValue] = {"path": path, "user": user}
+        await self.upload("put_files", body(), query=query, content_type=c.RECORDS, id=id)
+
+    @asynccontextmanager
     async def get_file(
         self,
         id: str,
@@ -68,7 +94,7 @@ class AsyncTransfers(AsyncFileCalls):
         Raises NotFound, Denied, InvalidSpec (no regular file), ConnectionFailed.
         """
         query: dict[str, c.QueryValue] = {"path": path, "user": user, "offset": offset, "length": length}
-        accept = c.EXTENTS if extents else PLAIN
+        accept = c.EXTENTS if extents else c.PLAIN
         async with self.download("get_file", query=query, accept=accept, id=id) as response:
             size = response.headers.get("x-dsec-size", "")
             yield AsyncDownload(response, offset or 0, int(size) if size.isdecimal() else 0)
@@ -108,6 +134,6 @@ class AsyncTransfers(AsyncFileCalls):
             "offset": offset,
             "size": size,
         }
-        kind = c.EXTENTS if extents else PLAIN
+        kind = c.EXTENTS if extents else c.PLAIN
         data = await self.upload("put_file", content, query=query, content_type=kind, id=id)
         return c.parse(t.FileInfo, data, "put_file")

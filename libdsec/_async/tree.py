@@ -15,10 +15,21 @@ from functools import partial
 
 from libdsec import connection as c
 from libdsec import types as t
-from libdsec._async.contents import AsyncContents
+from libdsec._async.batches import AsyncBatches
 from libdsec._async.primitives import Crew, in_thread, sleep
 from libdsec.errors import AlreadyExists, ConnectionFailed, DsecError, RequestError
-from libdsec.local import Entry, Target, Tree, TreeReport, escapes, safe_name, walk
+from libdsec.filetypes import MANY_BYTES
+from libdsec.local import (
+    Batch,
+    Entry,
+    Found,
+    Target,
+    Tree,
+    TreeReport,
+    escapes,
+    safe_name,
+    walk,
+)
 from libdsec.options import guest_path
 
 #: Makes a batch of symlinks: path and target of each on standard input, every one ended by a zero byte.
@@ -26,9 +37,11 @@ _LINK = ("xargs", "-0", "-r", "-n", "2", "ln", "-sfT", "--")
 #: Files at once, and how large those are that go beside others: a small one is nothing but waiting for answers. Large
 #: ones go alone, so that what is given up has ended soon.
 _AT_ONCE, _SMALL_BYTES = 8, 1 << 20
+#: Directories made by one request.
+_DIRECTORIES = 1000
 
 
-class AsyncFiles(AsyncContents):
+class AsyncFiles(AsyncBatches):
     """What a sandbox can do with files: one at a time, and trees."""
 
     async def put(
@@ -75,35 +88,58 @@ class AsyncFiles(AsyncContents):
         await self._make_directory(
             guest_path(path), (await in_thread(os.stat, top)).st_mode & 0o777, user, parents
         )
+        entries = await in_thread(lambda: list(walk(top)))
+        directories = [entry for entry in entries if entry.kind == "directory" and not entry.reason]
+        await self._make_directories(top, path, directories, user, report)
         links: list[Entry] = []
+        small: Batch[Entry] = Batch()
         async with Crew(_AT_ONCE) as crew:
-            for entry in await in_thread(lambda: list(walk(top))):
-                report.at(entry.path)
-                where = posixpath.join(path, entry.path)
+            for entry in entries:
                 if entry.reason:
                     report.skipped.append((entry.path, entry.reason))
-                elif entry.kind == "directory":
-                    await self._make_directory(where, entry.mode & 0o777, user, parents=False)
-                    report.directories += 1
                 elif entry.kind == "file":
-                    put = partial(self._put_entry, os.path.join(top, entry.path), where, user, report, entry)
-                    await _do(crew, put, entry.status.st_size)
+                    report.at(entry.path)
+                    size = entry.status.st_size
+                    if size > MANY_BYTES:
+                        await _do(crew, partial(self._put_entry, top, path, user, report, entry), size)
+                    elif small.add(entry, entry.path, size):
+                        await crew.start(partial(self._put_entries, top, path, user, report, small.take()))
                 elif entry.kind == "symlink":
                     links.append(entry)
-                else:
+                elif entry.kind != "directory":
                     report.skipped.append((entry.path, f"it is a {entry.kind}"))
+            await crew.start(partial(self._put_entries, top, path, user, report, small.take()))
         await self._make_links(path, links, user, report)
         return report
 
-    async def _put_entry(
-        self, local: str, where: str, user: str | None, report: TreeReport, entry: Entry
+    async def _put_entries(
+        self, top: str, path: str, user: str | None, report: TreeReport, entries: list[Entry]
     ) -> None:
+        for entry in await self._put_together(top, path, entries, user, report):
+            await self._put_entry(top, path, user, report, entry)
+
+    async def _put_entry(
+        self, top: str, path: str, user: str | None, report: TreeReport, entry: Entry
+    ) -> None:
+        local, where = os.path.join(top, entry.path), posixpath.join(path, entry.path)
         try:
             info = await self.put_file(local, where, user=user, follow=False)
         except OSError as exc:
             report.skipped.append((entry.path, os.strerror(exc.errno or 0).lower()))
             return
         report.add_file(info.size_bytes)
+
+    async def _make_directories(
+        self, top: str, path: str, entries: list[Entry], user: str | None, report: TreeReport
+    ) -> None:
+        for begin in range(0, len(entries), _DIRECTORIES):
+            batch = entries[begin : begin + _DIRECTORIES]
+            for entry in batch:
+                report.at(entry.path)
+            for entry in await self._put_together(top, path, batch, user, report):
+                where = posixpath.join(path, entry.path)
+                await self._make_directory(where, entry.mode & 0o777, user, parents=False)
+            report.directories += len(batch)
 
     async def _make_directory(self, path: str, mode: int, user: str | None, parents: bool) -> None:  # noqa: FBT001
         began = time.monotonic()
@@ -172,6 +208,7 @@ class AsyncFiles(AsyncContents):
         waiting = [""]
         made: list[tuple[str, t.FileInfo]] = []
         links: list[tuple[str, str]] = []
+        small: Batch[Found] = Batch()
         async with Crew(_AT_ONCE) as crew:
             while waiting:
                 directory = waiting.pop()
@@ -187,24 +224,36 @@ class AsyncFiles(AsyncContents):
                             waiting.append(where)
                             made.append((where, entry))
                         elif entry.type == "file":
-                            inside = posixpath.join(path, where)
-                            get = partial(self._get_entry, local, inside, where, user, report, entry)
-                            await _do(crew, get, entry.size_bytes)
+                            size = entry.size_bytes
+                            if size > MANY_BYTES:
+                                get = partial(self._get_entry, local, path, where, user, report, entry)
+                                await _do(crew, get, size)
+                            elif small.add((where, entry), where, size):
+                                get = partial(self._get_entries, local, path, user, report, small.take())
+                                await crew.start(get)
                         else:
                             links.append((where, entry.fs_target or ""))
                 except RequestError as exc:
                     if not directory:
                         raise
                     report.skipped.append((directory, exc.message))  # it vanished, or is not ours to read
+            await crew.start(partial(self._get_entries, local, path, user, report, small.take()))
         await in_thread(_finish, local, links, made, report)
+
+    async def _get_entries(
+        self, local: Tree, path: str, user: str | None, report: TreeReport, found: list[Found]
+    ) -> None:
+        for where, entry in await self._get_together(local, path, found, user, report):
+            await self._get_entry(local, path, where, user, report, entry)
 
     async def _get_entry(
         self, local: Tree, path: str, where: str, user: str | None, report: TreeReport, entry: t.FileInfo
     ) -> None:
+        inside = posixpath.join(path, where)
         directory, name = os.path.split(where)
         fd = await in_thread(local.directory, directory, make=False)
         try:
-            await self._get_into(lambda: Target(name, parent_fd=fd), path, user, entry)
+            await self._get_into(lambda: Target(name, parent_fd=fd), inside, user, entry)
         except (RequestError, OSError) as exc:
             report.skipped.append((where, str(exc)))
             return

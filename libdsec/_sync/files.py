@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 # Made by tools/unasync.py from libdsec/_async; edit that.
-"""The two routes that carry file contents.
+"""The routes that carry file contents.
 
 Here: bodies as streams of bytes or extents. Not here: local files and resuming (``contents.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -18,8 +18,6 @@ from libdsec import types as t
 from libdsec._sync.calls import FileCalls
 from libdsec.errors import InfraError
 from libdsec.frames import Extents
-
-PLAIN = "application/octet-stream"
 
 
 @dataclass
@@ -54,6 +52,34 @@ class Transfers(FileCalls):
     """Files in sandboxes with their contents."""
 
     @contextmanager
+    def get_files(
+        self, id: str, path: str, names: Sequence[str], *, user: str | None = None
+    ) -> Iterator[Iterator[bytes]]:
+        """Download small files below the directory ``path``: pieces of a body for ``libdsec.frames.Records``.
+
+        The body has a record for each name, in their order. Raises NotFound, Denied, InvalidSpec, ConnectionFailed.
+        """
+        where = c.path_fields("path", path)
+        request = c.build(t.GetFilesRequest, "", **where, names=tuple(names), user=user)
+        with self.download("get_files", query={}, accept=c.RECORDS, body=request, id=id) as response:
+            yield response.iter_raw()
+
+    def put_files(
+        self, id: str, path: str, records: Sequence[bytes], *, user: str | None = None
+    ) -> None:
+        """Upload files and directories below the directory ``path``, each made by ``libdsec.frames.record``.
+
+        Each file appears whole or not at all. The first failure ends it; what came before stays. Raises NotFound,
+        Denied, InvalidSpec, ConnectionFailed.
+        """
+
+        def body() -> Iterator[bytes]:
+            yield b"".join(records)
+
+        query: dict[str, c.QueryValue] = {"path": path, "user": user}
+        self.upload("put_files", body(), query=query, content_type=c.RECORDS, id=id)
+
+    @contextmanager
     def get_file(
         self,
         id: str,
@@ -69,7 +95,7 @@ class Transfers(FileCalls):
         Raises NotFound, Denied, InvalidSpec (no regular file), ConnectionFailed.
         """
         query: dict[str, c.QueryValue] = {"path": path, "user": user, "offset": offset, "length": length}
-        accept = c.EXTENTS if extents else PLAIN
+        accept = c.EXTENTS if extents else c.PLAIN
         with self.download("get_file", query=query, accept=accept, id=id) as response:
             size = response.headers.get("x-dsec-size", "")
             yield Download(response, offset or 0, int(size) if size.isdecimal() else 0)
@@ -109,6 +135,6 @@ class Transfers(FileCalls):
             "offset": offset,
             "size": size,
         }
-        kind = c.EXTENTS if extents else PLAIN
+        kind = c.EXTENTS if extents else c.PLAIN
         data = self.upload("put_file", content, query=query, content_type=kind, id=id)
         return c.parse(t.FileInfo, data, "put_file")

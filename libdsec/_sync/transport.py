@@ -169,11 +169,19 @@ class Transport:
 
     @contextmanager
     def download(
-        self, name: str, *, query: Mapping[str, c.QueryValue], accept: str, **path: str
+        self,
+        name: str,
+        *,
+        query: Mapping[str, c.QueryValue],
+        accept: str,
+        body: BaseModel | None = None,
+        **path: str,
     ) -> Iterator[httpx.Response]:
         """Open a streamed answer; leaving the block closes its connection. Not repeated."""
         where = c.target(BY_NAME[name], path, query)
-        request = self._build("GET", where, None, self.timeout_s, {"accept": accept})
+        content = None if body is None else body.model_dump_json(exclude_defaults=True).encode()
+        headers = {"accept": accept} if content is None else {"accept": accept, **_JSON}
+        request = self._build(BY_NAME[name].method, where, content, self.timeout_s, headers)
         response = self._open(request, name)
         try:
             if response.status_code >= 400:

@@ -337,6 +337,60 @@ def test_trees_both_ways(sandbox: Sandbox, disk: Path) -> None:
     assert (disk / "back" / "d" / "run").stat().st_mode & 0o777 == 0o750
 
 
+def _small_files(top: Path, count: int) -> None:
+    for number in range(count):
+        path = top / f"d{number % 5}" / f"f{number}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"%04d" % number * 250)
+
+
+def _half_files(sandbox: Sandbox, top: str) -> str:
+    """What is under no name of its own, or not of the size of all."""
+    return sandbox.exec("find", top, "-type", "f", "(", "-name", ".dsec-*", "-o", "!", "-size", "1000c", ")").text
+
+
+def test_an_error_amid_a_tree_names_the_file_and_leaves_no_half_one(
+    kind: Kind, sandbox: Sandbox, disk: Path
+) -> None:
+    count = kind.count(400)
+    _small_files(disk / "top", count)
+    wrong = f"d{(count - 5) % 5}/f{count - 5}"
+    sandbox.mkdir(f"/srv/t/{wrong}", parents=True)
+    with pytest.raises(InvalidSpec, match=f"'/srv/t/{wrong}'"):
+        sandbox.put_tree(disk / "top", "/srv/t")
+    assert _half_files(sandbox, "/srv/t") == ""
+    sandbox.remove(f"/srv/t/{wrong}")
+    report = sandbox.put_tree(disk / "top", "/srv/t")
+    assert (report.files, report.skipped) == (count, [])
+    sums = sandbox.exec(sh("cd /srv/t && find . -type f | sort | xargs cat | sha256sum"), check=True).text
+    ordered = sorted(f"./{path.relative_to(disk / 'top')}" for path in (disk / "top").rglob("*") if path.is_file())
+    expected = hashlib.sha256(b"".join((disk / "top" / path).read_bytes() for path in ordered)).hexdigest()
+    assert sums.split()[0] == expected
+
+
+def test_trees_of_small_files_survive_sigkill_of_the_daemon(
+    kind: Kind, daemon: Daemon, sandbox: Sandbox, disk: Path
+) -> None:
+    count = kind.count(1000)
+    _small_files(disk / "top", count)
+    seen: list[str] = []
+
+    def kill_amid(path: str) -> None:
+        seen.append(path)
+        if len(seen) == count // 2:
+            daemon.restart()
+
+    with daemon.client(retry_s=120) as patient:
+        box = Sandbox.get(sandbox.id, client=patient)
+        report = box.put_tree(disk / "top", "/srv/t", on_path=kill_amid)
+        assert (report.files, report.directories, report.skipped) == (count, 5, [])
+        until(lambda: _half_files(box, "/srv/t") == "")  # what was cut off is cleared away by who wrote it
+        seen.clear()
+        report = box.get_tree("/srv/t", disk / "back", on_path=kill_amid)
+        assert (report.files, report.directories, report.skipped) == (count, 5, [])
+    assert subprocess.run(["diff", "-r", disk / "top", disk / "back"], check=False).returncode == 0
+
+
 def test_files_belong_to_whom_they_were_put_for(sandbox: Sandbox) -> None:
     sandbox.exec("chmod", "1777", "/srv", check=True)
     sandbox.write("/srv/a/b/c", b"x", user="nobody", parents=True, mode=0o640)
@@ -395,11 +449,22 @@ def test_a_file_of_a_tree_that_cannot_be_read_is_told_and_the_rest_is_copied(dae
     assert report.files == 58
 
 
+#: ``dsecctl`` that comes to a file and goes no further: else the copy might end before it is interrupted.
+_HALTING = """
+import itertools, sys, time
+from dsecctl.__main__ import main
+from libdsec.local import TreeReport
+paths = itertools.count(1)
+TreeReport.at = lambda report, path: time.sleep(3600) if next(paths) > 3000 else None
+sys.exit(main())
+"""
+
+
 def test_a_copy_that_is_interrupted_leaves_no_half_file(daemon: Daemon, tmp_path: Path) -> None:
     with daemon.client() as client, Sandbox(image=IMAGE, client=client) as box:
         assert box.exec("sh", "-c", "mkdir /srv/t && cd /srv/t && seq 5000 | xargs touch").ok
         copying = subprocess.Popen(
-            [sys.executable, "-m", "dsecctl", "cp", f"{box.id}:/srv/t", str(tmp_path / "t")], cwd=CHECKOUT,
+            [sys.executable, "-c", _HALTING, "cp", f"{box.id}:/srv/t", str(tmp_path / "t")], cwd=CHECKOUT,
             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env={**os.environ, "DSEC_SOCKET": str(daemon.socket)},
         )  # fmt: skip
         begun = tmp_path / "t"

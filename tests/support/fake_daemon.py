@@ -34,6 +34,7 @@ from libdsec.errors import (
 )
 from libdsec.frames import Extents, extent, output_frame
 from libdsec.routes import ROUTES, Route
+from tests.support.fake_batches import Batches
 from tests.support.fake_commands import Exec, run
 from tests.support.fake_copies import Copies
 from tests.support.fake_state import EXTENTS, IMAGE, NOW, Box, State
@@ -517,7 +518,7 @@ class _Images(State):
         return {}
 
 
-class FakeDaemon(_Host, _Sandboxes, Copies, _Execs, _Files, _Images):
+class FakeDaemon(_Host, _Sandboxes, Copies, _Execs, _Files, Batches, _Images):
     """``with FakeDaemon() as daemon``: listens on ``daemon.socket`` until the block ends.
 
     ``faults[route]`` is a list of what happens to its next requests: ``"lose"`` drops one unread, ``"cut"`` does it and

@@ -11,6 +11,7 @@ from typing import Any
 import schemathesis  # type: ignore[import-not-found]  # of the tools' own environment
 
 from libdsec.errors import BY_CODE
+from libdsec.routes import PLAIN, RECORDS
 
 #: Ids of a sandbox that stays as it is, of one to be moved about, of a running exec, and an image.
 LIVE, MOVED, EXEC, IMAGE = (os.environ[f"DSEC_FUZZ_{name}"] for name in ("LIVE", "MOVED", "EXEC", "IMAGE"))
@@ -19,6 +20,8 @@ _MOVES = {"delete", "stop", "start", "pause", "resume", "update"}
 _WAIT_MOST_S = 0.05
 #: What the host lacks, no room, a time that was up: said in 5xx and no fault of the daemon.
 _HONEST = {"feature-missing", "no-capacity", "timed-out"}
+
+schemathesis.serializer.alias(RECORDS, PLAIN)  # bytes as others: any will do for a body that must not be trusted
 
 
 @schemathesis.hook  # type: ignore[misc]

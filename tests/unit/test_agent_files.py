@@ -226,6 +226,33 @@ def test_violations_of_a_download(said: list[bytes]) -> None:
     play(story)
 
 
+def test_a_download_of_many_is_no_longer_than_they_can_be() -> None:
+    async def story(agent: FakeAgent, link: AgentLink) -> None:
+        reader = link.many.get("/d", ["a", "b/\u00e9"], 100, "me")
+        task = asyncio.ensure_future(reader.open())
+        frame = await agent.receive(FILE_GET)
+        assert frame.fields[TAG["name"]] == [b"a\0b/\xc3\xa9\0"]
+        assert frame.number(TAG["bytes"]) == 100
+        await agent.send(INFO, frame.channel, file_fields())
+        await task
+        await agent.send(DATA, frame.channel, data(0, 240))
+        assert await anext(reader) == (0, bytes(240))
+        await agent.send(DATA, frame.channel, data(240, 1))
+        assert (await lost(anext(reader))).violation
+
+    play(story)
+
+
+@pytest.mark.parametrize("names", [[], ["a\0b"], ["x" * 4000] * 15])
+def test_impossible_names_are_refused_here(names: list[str]) -> None:
+    async def story(agent: FakeAgent, link: AgentLink) -> None:
+        with pytest.raises(ValueError, match="names|NUL"):
+            link.many.get("/d", names, 100)
+        assert await agent.quiet()
+
+    play(story)
+
+
 @pytest.mark.parametrize(
     ("kind", "payload"),
     [

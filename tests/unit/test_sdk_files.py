@@ -14,8 +14,16 @@ from typing import Any
 import pytest
 
 from libdsec import Client, Sandbox
-from libdsec.errors import AlreadyExists, ConnectionFailed, InfraError, InvalidSpec, NotFound, TooLarge
-from libdsec.frames import Cursor, Extents, Lines, extent
+from libdsec.errors import (
+    AlreadyExists,
+    ConnectionFailed,
+    Denied,
+    InfraError,
+    InvalidSpec,
+    NotFound,
+    TooLarge,
+)
+from libdsec.frames import Cursor, Extents, Lines, Record, Records, extent, record
 from libdsec.local import Target, escapes
 from tests.support.fake_commands import pattern
 from tests.support.fake_daemon import FakeDaemon
@@ -62,6 +70,18 @@ def test_extents_come_out_however_the_body_is_cut() -> None:
 def test_extents_that_go_back_are_refused() -> None:
     with pytest.raises(InfraError):
         list(Extents().feed(extent(10, b"abc") + extent(5, b"x")))
+
+
+def test_records_come_out_however_the_body_is_cut() -> None:
+    files = [Record(0o100644, 5, b"abc"), Record(0, 0, b""), Record(0o100600, -7, b"")]
+    body = b"".join(record(mode, mtime_ns, b"", data) for mode, mtime_ns, data in files)
+    for size in range(1, len(body)):
+        records = Records(3)
+        pieces = [body[begin : begin + size] for begin in range(0, len(body), size)]
+        assert [found for piece in pieces for found in records.feed(piece)] == files
+    for wrong in (record(0o100644, 0, b"", b"abcd"), record(0o100644, 0, b"../x", b"")):
+        with pytest.raises(InfraError):
+            list(Records(3).feed(wrong[:20]))
 
 
 def test_a_character_split_anywhere_comes_out_whole() -> None:
@@ -305,6 +325,78 @@ def test_put_chooses_by_what_it_is_given(sandbox: Sandbox, box: Box, tmp_path: P
     assert {"/g", "/dir/f"} <= set(box.files)
     sandbox.put(tmp_path, "/tree")
     assert box.files["/tree/f"]["data"] == b"f"
+
+
+def _tree(top: Path) -> dict[str, bytes]:
+    """Small files, among them an empty one, one with a hole, and one that is not small."""
+    found = {f"d{number % 7}/{number}": os.urandom(number) for number in range(600)}
+    found |= {"large": os.urandom(MIB // 2), "sparse": bytes(40_000) + b"end", "d1/odd \U0001f41f": b"odd"}
+    for name, data in found.items():
+        (top / name).parent.mkdir(parents=True, exist_ok=True)
+        (top / name).write_bytes(data)
+    with open(top / "sparse", "r+b") as file:
+        file.truncate(0)
+        file.seek(40_000)
+        file.write(b"end")
+    (top / "d0/14").chmod(0o750)
+    os.utime(top / "d0/14", ns=(5, 1_234_567_890_123_456_789))
+    return found
+
+
+def _asked(daemon: FakeDaemon, route: str) -> int:
+    return len([name for name, _ in daemon.seen if name == route])
+
+
+def _contents(top: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(top)): path.read_bytes() for path in top.rglob("*") if path.is_file()}
+
+
+def test_small_files_of_a_tree_go_together_both_ways(
+    sandbox: Sandbox, daemon: FakeDaemon, box: Box, tmp_path: Path
+) -> None:
+    (tmp_path / "in").mkdir()
+    expected = _tree(tmp_path / "in")
+    report = sandbox.put_tree(tmp_path / "in", "/t")
+    assert {path[3:]: entry["data"] for path, entry in box.files.items() if "data" in entry} == expected
+    assert (box.files["/t/d0/14"]["mode"], box.files["/t/d0/14"]["mtime_ns"]) == (0o750, 1_234_567_890_123_456_789)
+    assert (report.files, report.directories, report.skipped) == (603, 7, [])
+    assert report.data_bytes == sum(map(len, expected.values()))
+    assert (_asked(daemon, "put_file"), _asked(daemon, "put_files")) == (2, 4)  # one of them: directories
+    assert sum(length for _, length in box.files["/t/sparse"]["extents"]) < 40_000
+    report = sandbox.get_tree("/t", tmp_path / "out")
+    assert _contents(tmp_path / "out") == expected
+    status = (tmp_path / "out/d0/14").stat()
+    assert (status.st_mode & 0o777, status.st_mtime_ns) == (0o750, 1_234_567_890_123_456_789)
+    assert (report.files, report.data_bytes) == (603, sum(map(len, expected.values())))
+    assert (_asked(daemon, "get_file"), _asked(daemon, "get_files")) == (1, 3)
+
+
+@pytest.mark.parametrize("cut", [0, 7, 5000, 100_000])
+def test_what_a_batch_does_not_bring_goes_alone(
+    sandbox: Sandbox, daemon: FakeDaemon, box: Box, tmp_path: Path, cut: int
+) -> None:
+    (tmp_path / "in").mkdir()
+    expected = _tree(tmp_path / "in")
+    daemon.faults["put_files"] = ["lose", "cut", InvalidSpec("an agent of an earlier release")]
+    daemon.body_cuts = [cut]
+    report = sandbox.put_tree(tmp_path / "in", "/t")
+    assert {path[3:]: entry["data"] for path, entry in box.files.items() if "data" in entry} == expected
+    assert (report.files, report.directories, report.skipped) == (603, 7, [])
+    daemon.faults["get_files"] = [None, InvalidSpec("an agent of an earlier release"), "lose"]
+    daemon.body_cuts = [cut]
+    report = sandbox.get_tree("/t", tmp_path / "out")
+    assert _contents(tmp_path / "out") == expected
+    assert (report.files, report.skipped) == (603, [])
+    assert report.data_bytes == sum(map(len, expected.values()))
+
+
+def test_a_file_that_cannot_be_put_is_named(sandbox: Sandbox, daemon: FakeDaemon, tmp_path: Path) -> None:
+    for number in range(20):
+        (tmp_path / f"f{number}").write_text("x")
+    daemon.faults["put_files"] = [Denied("put files below '/t': file 7: permission denied")]
+    daemon.faults["put_file"] = [None, None, None, Denied("put '/t/f11': permission denied")]
+    with pytest.raises(Denied, match="/t/f11"):
+        sandbox.put_tree(tmp_path, "/t")
 
 
 def test_download_of_a_tree(sandbox: Sandbox, tmp_path: Path) -> None:

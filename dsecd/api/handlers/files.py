@@ -75,13 +75,43 @@ async def put_file(call: Call) -> BaseModel:
                 hint="ask /files/part where to go on",
                 offset=stream.offset,
             )
-        await expect_continue(request)
-        try:
-            end = await bodies.receive(request, stream, first, extents=kind == bodies.EXTENTS)
-        except TimeoutError as error:
-            raise TimedOut(f"put {path!r}: nothing moved for {bodies.IDLE_TIMEOUT_S:g} s") from error
+        end = await _receive(call, stream, path, first, extents=kind == bodies.EXTENTS)
         size = call.integer("size")
         return await stream.commit(end if size is None else size)
+
+
+async def _receive(call: Call, sink: bodies.Sink, path: str, first: int, *, extents: bool) -> int:
+    await expect_continue(call.request)
+    try:
+        return await bodies.receive(call.request, sink, first, extents=extents)
+    except TimeoutError as error:
+        raise TimedOut(f"put {path!r}: nothing moved for {bodies.IDLE_TIMEOUT_S:g} s") from error
+
+
+async def get_files(call: Call) -> web.StreamResponse:
+    """Records as the agent makes them. A failure on the way breaks the connection off."""
+    stream = await call.core.files.open_get_many(call.principal, call.id, call.json(t.GetFilesRequest))
+    async with aclosing(stream):
+        response = web.StreamResponse(headers={"Content-Type": bodies.RECORDS, REQUEST_ID: call.request_id})
+        response.enable_chunked_encoding()
+        await response.prepare(call.request)
+        await bodies.send_plain(response, aiter(stream), 0, 0)
+        await response.write_eof()
+    return response
+
+
+async def put_files(call: Call) -> BaseModel:
+    """The records are the agent's to understand: they are bytes that go in as they come."""
+    request = call.request
+    check_encoding(request)
+    kind = media_type(request)
+    if kind != bodies.RECORDS:
+        raise WrongMediaType(f"the body must be {bodies.RECORDS}, got {kind[:80]!r}")
+    path = call.required("path")
+    stream = await call.core.files.open_put_many(call.principal, call.id, path, call.text("user"))
+    async with aclosing(stream):
+        await stream.commit(await _receive(call, stream, path, 0, extents=False))
+    return t.Empty()
 
 
 async def put_state(call: Call) -> BaseModel:
@@ -119,5 +149,7 @@ async def rename(call: Call) -> BaseModel:
 
 HANDLERS: Mapping[str, Handler] = {
     handler.__name__: handler
-    for handler in (get_file, put_file, put_state, stat, list_dir, remove_file, mkdir, rename)
-}
+    for handler in (
+        get_file, put_file, get_files, put_files, put_state, stat, list_dir, remove_file, mkdir, rename,
+    )
+}  # fmt: skip

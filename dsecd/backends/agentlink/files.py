@@ -20,15 +20,32 @@ from dsecd.backends.agentlink.frames import (
     Tag,
     Type,
     Violation,
+    as_bytes,
     data_frame,
     frame,
+    raw,
     u64,
 )
 from dsecd.backends.agentlink.records import AgentError, FileInfo, LinkLost, error_from, file_info_from
 
+FILE_WINDOW: Final = 262_144
 _DATA_HEAD: Final = DATA_HEAD.size
 # Data extents end at block borders, so this many separate pieces within a window is no file's layout.
 _SMALLEST_PIECE: Final = 256
+
+
+def absolute(path: str | bytes) -> bytes:
+    """The bytes of a path inside. Raises ValueError."""
+    data = as_bytes(path)
+    if not data.startswith(b"/") or len(data) >= 4096:
+        raise ValueError("a path has to be absolute and shorter than 4,096 bytes")
+    return data
+
+
+def at_path(path: str | bytes, user: str) -> bytes:
+    """The fields every file request begins with. Raises ValueError."""
+    fields = raw(Tag.PATH, absolute(path))
+    return fields + raw(Tag.USER, as_bytes(user)) if user else fields
 
 
 class FileReader(Channel):

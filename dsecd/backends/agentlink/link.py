@@ -16,7 +16,7 @@ from typing import Final
 from dsecd.backends.agentlink.calls import MAX_LIST_EXECS, peek, request, request_one
 from dsecd.backends.agentlink.connection import Connection, Root, broken
 from dsecd.backends.agentlink.execs import ExecChannel, start_payloads
-from dsecd.backends.agentlink.files import FileReader, FileWriter
+from dsecd.backends.agentlink.files import FILE_WINDOW, FileReader, FileWriter, absolute, at_path
 from dsecd.backends.agentlink.frames import (
     MAX_OFFSET,
     PROTOCOL_VERSION,
@@ -25,12 +25,12 @@ from dsecd.backends.agentlink.frames import (
     Tag,
     Type,
     Violation,
-    as_bytes,
     check_id,
     raw,
     u64,
 )
 from dsecd.backends.agentlink.machine import MachineRequests
+from dsecd.backends.agentlink.many import ManyFiles
 from dsecd.backends.agentlink.pulse import Pulse
 from dsecd.backends.agentlink.records import (
     MAX_PID,
@@ -74,7 +74,6 @@ __all__ = [
 ]
 
 WINDOW: Final = 65_536
-FILE_WINDOW: Final = 262_144
 # Bounds what one hostile listing can make us hold; the protocol allows 10,000.
 MAX_LIST_LIMIT: Final = 2_000
 MAX_LISTINGS: Final = 4
@@ -161,6 +160,7 @@ class AgentLink:
         self.pid_count = hello.u64(Tag.PID_COUNT, MAX_PID, 0)
         self._conn = conn
         self.machine = MachineRequests(conn)
+        self.many = ManyFiles(conn)
         self._listings = asyncio.Semaphore(MAX_LISTINGS)
 
     async def close(self) -> None:
@@ -250,7 +250,7 @@ class AgentLink:
         if not 0 <= offset <= MAX_OFFSET or length < 0:
             raise ValueError("a range outside of any file")
         length = min(length, MAX_OFFSET - offset)  # no file has more; 0 behind all that one can have is nothing, too
-        payload = _path(path, user) + u64(Tag.OFFSET, offset) + u64(Tag.BYTES, length)
+        payload = at_path(path, user) + u64(Tag.OFFSET, offset) + u64(Tag.BYTES, length)
         return FileReader(self._conn, payload, offset, length, window)
 
     async def put_file(
@@ -267,7 +267,7 @@ class AgentLink:
     ) -> FileWriter:
         """Begins an upload. `part` names it so that it can be resumed after the connection was lost."""
         flags = (1 if parents else 0) | (2 if exclusive else 0) | (4 if part else 0)
-        payload = _path(path, user) + u64(Tag.UMASK, umask) + u64(Tag.FLAGS, flags)
+        payload = at_path(path, user) + u64(Tag.UMASK, umask) + u64(Tag.FLAGS, flags)
         if mode is not None:
             payload += u64(Tag.MODE, mode)
         if part:
@@ -278,7 +278,7 @@ class AgentLink:
 
     async def stat(self, path: str | bytes, user: str = "", *, follow: bool = False) -> FileInfo:
         """One file's record."""
-        payload = _path(path, user) + u64(Tag.FLAGS, int(follow))
+        payload = at_path(path, user) + u64(Tag.FLAGS, int(follow))
         return await request_one(self._conn, Type.FILE_STAT, payload, file_info_from)
 
     async def list_dir(
@@ -286,7 +286,7 @@ class AgentLink:
     ) -> tuple[list[FileInfo], int]:
         """A page of at most `limit` entries (at most MAX_LIST_LIMIT) and the cursor of the next one, 0 at the end."""
         limit = max(1, min(limit, MAX_LIST_LIMIT))
-        payload = _path(path, user) + u64(Tag.CURSOR, cursor) + u64(Tag.LIMIT, limit)
+        payload = at_path(path, user) + u64(Tag.CURSOR, cursor) + u64(Tag.LIMIT, limit)
         async with self._listings:
             fields, entries = await request(self._conn, Type.FILE_LIST, payload, dir_entry_from, 0, limit)
         try:
@@ -296,7 +296,7 @@ class AgentLink:
 
     async def remove(self, path: str | bytes, user: str = "", *, recursive: bool = False) -> None:
         """Removes a file, or with `recursive` a tree; symlinks are not followed."""
-        await request(self._conn, Type.FILE_REMOVE, _path(path, user) + u64(Tag.FLAGS, int(recursive)))
+        await request(self._conn, Type.FILE_REMOVE, at_path(path, user) + u64(Tag.FLAGS, int(recursive)))
 
     async def mkdir(
         self,
@@ -308,25 +308,13 @@ class AgentLink:
         parents: bool = False,
     ) -> None:
         """Makes a directory, with `parents` those above it too."""
-        payload = _path(path, user) + u64(Tag.MODE, mode) + u64(Tag.UMASK, umask)
+        payload = at_path(path, user) + u64(Tag.MODE, mode) + u64(Tag.UMASK, umask)
         await request(self._conn, Type.FILE_MKDIR, payload + u64(Tag.FLAGS, int(parents)))
 
     async def rename(self, path: str | bytes, target: str | bytes, user: str = "") -> None:
         """Renames `path` to the absolute path `target`."""
-        await request(self._conn, Type.FILE_RENAME, _path(path, user) + raw(Tag.TARGET, _absolute(target)))
+        await request(self._conn, Type.FILE_RENAME, at_path(path, user) + raw(Tag.TARGET, absolute(target)))
 
 
 def _id(exec_id: str) -> bytes:
     return raw(Tag.ID, check_id(exec_id).encode())
-
-
-def _absolute(path: str | bytes) -> bytes:
-    data = as_bytes(path)
-    if not data.startswith(b"/") or len(data) >= 4096:
-        raise ValueError("a path has to be absolute and shorter than 4,096 bytes")
-    return data
-
-
-def _path(path: str | bytes, user: str) -> bytes:
-    fields = raw(Tag.PATH, _absolute(path))
-    return fields + raw(Tag.USER, as_bytes(user)) if user else fields
