@@ -20,7 +20,7 @@ from dsecd import lock, zram
 from dsecd.backends import network_host, policy
 from dsecd.config import Config, ConfigError, load
 from dsecd.core import turns
-from dsecd.linux import apparmor, cgroup, mount, mountns, proc
+from dsecd.linux import apparmor, cgroup, mount, mountns, pidfd, proc
 from libdsec.errors import DsecError
 
 #: systemd may hold the unit in a slice of its own choice, or of the operator's.
@@ -104,9 +104,12 @@ def _unload(prefix: str) -> list[str]:
         return []
     used = set()
     for path in Path("/proc").iterdir():
-        # One may have ended since.
-        with contextlib.suppress(OSError):
-            used.add(apparmor.label(int(path.name)) if path.name.isdecimal() else "")
+        process = pidfd.identify(int(path.name)) if path.name.isdecimal() else None
+        # What was killed keeps its label until it is reaped, which is somebody else's business.
+        if process is not None and not pidfd.is_ending(process):
+            # It may have ended since.
+            with contextlib.suppress(OSError):
+                used.add(apparmor.label(process.pid))
     try:
         for name in apparmor.loaded():
             if name not in used and (name in _PROFILES or name.startswith(prefix)):
