@@ -42,7 +42,7 @@ def prepare(vm: VmHost) -> None:
         vm.run(["tar", "-x", "-C", "/", "--skip-old-files"], stdin=spool, timeout_s=600)
     vm.run("ln -sf mke2fs /usr/sbin/mkfs.ext4; ldconfig")
     vm.write("/etc/dsec/dsecd.toml.d/microvm.toml", _CONFIG)
-    vm.run(["systemctl", "restart", "dsecd.service"], timeout_s=300)
+    vm.run(["systemctl", "restart", "dsecd.service"])
 
 
 def _files() -> Iterator[Path]:

@@ -118,7 +118,7 @@ class VmHost:
 
     def run(
         self, argv: Sequence[str] | str, *, check: bool = True, stdin: bytes | BinaryIO = b"",
-        stdout: BinaryIO | None = None, timeout_s: float = 300.0, env: Mapping[str, str] | None = None,
+        stdout: BinaryIO | None = None, timeout_s: float = 900.0, env: Mapping[str, str] | None = None,
     ) -> Result:  # fmt: skip
         """Run a command as root; a string is a line for the guest's shell.
 

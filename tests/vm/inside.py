@@ -55,7 +55,7 @@ class Report:
 
 def run_pytest(
     vm: VmHost, file: str, *, only: str = "", support: Sequence[str] = (),
-    may_skip: Mapping[str, str] | None = None, timeout_s: float = 1500.0,
+    may_skip: Mapping[str, str] | None = None, timeout_s: float = 2400.0,
 ) -> Report:  # fmt: skip
     """Run one file of ``inside/`` in the guest, or one test of it, against the installed SDK and daemon.
 
@@ -84,7 +84,7 @@ def support_of(*programs: Path) -> list[Path]:
 
 
 def run_host_tests(
-    vm: VmHost, names: Sequence[str], *, may_skip: Mapping[str, str] | None = None, timeout_s: float = 1500.0
+    vm: VmHost, names: Sequence[str], *, may_skip: Mapping[str, str] | None = None, timeout_s: float = 2400.0
 ) -> Report:
     """Run files of ``tests/host`` in the guest, on its kernel and against this checkout.  Raises InsideFailed."""
     folder = "/srv/checkout"  # for users other than root, too
