@@ -15,12 +15,14 @@ import hashlib
 import json
 from collections.abc import Iterator
 
+from dsecd.vmm import qemu
+from dsecd.vmm.firecracker import driver as firecracker
 from libdsec.types import AppArmor
 
 #: The profile of sandboxes without rules of their own.
 DEFAULT = "dsec-sandbox"
 #: The profiles of monitors of virtual machines: QEMU's, Firecracker's and its jailer's.
-MONITORS = ("dsec-monitor", "dsec-firecracker", "dsec-jailer")
+MONITORS = (qemu.PROFILE, firecracker.PROFILE, firecracker.JAILER_PROFILE)
 _OUTSIDE = "/dsec-outside"
 _FLAGS = f"attach_disconnected, attach_disconnected.path={_OUTSIDE}, mediate_deleted"
 

@@ -38,7 +38,7 @@ from dsecd.vmm.firecracker.jail import Jail, Limits, Programs
 from dsecd.vmm.firecracker.plan import AGENT_PORT, binds, largest_file, load, requests
 
 #: In apparmor/dsec-firecracker: the jailer's becomes Firecracker's when the one executes the other.
-PROFILE, _JAILER_PROFILE = "dsec-firecracker", "dsec-jailer"
+PROFILE, JAILER_PROFILE = "dsec-firecracker", "dsec-jailer"
 _JAILER_TIMEOUT_S = 30.0
 _START_TIMEOUT_S = 15.0
 #: A snapshot writes all of the guest's memory, at disk speed.
@@ -252,7 +252,7 @@ def _run_jailer(place: Place, home: Jail, limits: Limits) -> None:
     group = place.cgroup.relative_to(cgroup.root())
     if place.profile:
         # On a thread that executes nothing else.
-        apparmor.confine_next(_JAILER_PROFILE)
+        apparmor.confine_next(JAILER_PROFILE)
     try:
         proc.run_blocking(home.argv(str(group), limits), timeout_s=_JAILER_TIMEOUT_S)
     except proc.ProcessFailed as error:
