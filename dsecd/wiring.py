@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dsecd import listen
-from dsecd.backends import BACKENDS
+from dsecd.backends import BACKENDS, runtimes
 from dsecd.backends.base import Backend, MachineSettings, NetworkSite, Site
 from dsecd.backends.dns_link import DnsLink
 from dsecd.backends.name_rules import name_rules
@@ -77,6 +77,8 @@ async def build_core(config: Config, place: Place, store: Store, events: Events,
         ),
         machines=MachineSettings(**config.microvm.model_dump()),
     )  # fmt: skip
+    if place.generation > 1:
+        await runtimes.ended([config.runtime_dir / name for name in ("crun", "crun-vm")])
     backends: Mapping[str, Backend] = {name: make(site) for name, make in BACKENDS.items()}
     records = reconcile.load(store)
     ranges = Ranges(config.uid_ranges, (record.range_index for record in records))

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -266,7 +266,7 @@ def test_a_process_from_outside_in_the_tree_keeps_nothing_from_going(daemon: Dae
             client.delete(sandbox.id)
             foreign.kill()
     assert len(mounts.read_text().splitlines()) == before
-    assert list((daemon.state_dir / "trash").iterdir()) == []
+    until(lambda: not list((daemon.state_dir / "trash").iterdir()))
 
 
 def test_what_is_killed_under_an_import_fails_it_and_leaves_nothing(daemon: Daemon, client: Client) -> None:
@@ -304,6 +304,40 @@ def settled(pid: int) -> int:
         time.sleep(0.3)
         counts = [*counts[1:], len(os.listdir(f"/proc/{pid}/fd"))]
     return counts[0]
+
+
+@contextmanager
+def stuck_runtime(daemon: Daemon) -> Iterator[None]:
+    """While the block lasts, a daemon that is started again finds a runtime that does not get on."""
+    program = shutil.which("crun")
+    assert program is not None
+    stuck = daemon.state_dir / "stuck-crun"
+    stuck.write_text("#!/bin/sh\nfor i in $(seq 600); do sleep 0.1; done\n")
+    stuck.chmod(0o755)
+
+    # The mount namespace is that of all daemons of its directory.
+    def inside(*command: str | Path) -> None:
+        subprocess.run(["nsenter", f"--mount=/proc/{daemon.pid}/ns/mnt", "--", *command], check=True)
+
+    inside("mount", "--bind", stuck, program)
+    try:
+        daemon.restart()
+        yield
+    finally:
+        inside("umount", "--lazy", program)
+        daemon.restart()
+
+
+def test_a_runtime_that_outlives_its_daemon_is_ended_and_leaves_nothing(daemon: Daemon, client: Client) -> None:
+    """Else it might make its sandbox when that has been removed."""
+    with stuck_runtime(daemon), ThreadPoolExecutor() as threads:
+        creating = threads.submit(client.create, spec(), id="late")
+        until(lambda: descendants(daemon.pid, b"--root="))
+        daemon.kill()
+        assert isinstance(creating.exception(60), ConnectionFailed)
+        daemon.start()
+        assert client.list_all() == ()
+        assert daemon.residue() == []
 
 
 def test_a_storm_of_calls_and_kills_loses_nothing(daemon: Daemon, client: Client) -> None:
