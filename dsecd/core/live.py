@@ -21,7 +21,7 @@ from libdsec.types import ExecRequest, ImageInfo, SandboxSpec, State
 
 _UNLIMITED = (1 << 64) - 1
 #: How long a call waits for a sandbox that is being taken over; an agent that does not answer is given up before.
-_TAKEOVER_S = 60.0
+_TAKEOVER_S = 90.0
 
 # include/uapi/asm-generic/resource.h
 _RLIMITS = {

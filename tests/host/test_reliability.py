@@ -164,7 +164,7 @@ def test_an_agent_that_stands_still_delays_nobody(daemon: Daemon, client: Client
     with pytest.raises((SandboxLost, WrongState)):
         sh(client, "still2", "true")
     client.delete("still2")
-    assert time.monotonic() - began < 90
+    assert time.monotonic() - began < 240
 
 
 def answers(client: Client, sandbox_id: str) -> bool:
