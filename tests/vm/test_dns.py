@@ -93,7 +93,7 @@ def _main_pid(vm: VmHost) -> str:
     return vm.run(["systemctl", "show", "--value", "--property=MainPID", _UNIT]).text.strip()
 
 
-def _wait(condition: Callable[[], bool], what: str, timeout_s: float = 180.0) -> None:
+def _wait(condition: Callable[[], bool], what: str, timeout_s: float = 600.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, what
