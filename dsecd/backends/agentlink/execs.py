@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Final, Self
 
 from dsecd.backends.agentlink.connection import Channel, Connection
-from dsecd.backends.agentlink.flow import MAX_ALLOWANCE, Allowance, Window
+from dsecd.backends.agentlink.flow import MAX_ALLOWANCE, Allowance, Waiter, Window
 from dsecd.backends.agentlink.frames import (
     FLAG_EOF,
     MAX_PAYLOAD,
@@ -181,7 +181,7 @@ class ExecChannel(Channel):
         self._started = False
         self._exit: Exit | None = None
         self._failure: AgentError | LinkLost | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiter = Waiter("two tasks read one command")
 
     # -- frames
 
@@ -218,7 +218,7 @@ class ExecChannel(Channel):
                 self.conn.abandon(self)
                 self._end(AgentError("invalid", errno.EINVAL, "the offset is behind the end of the output"))
                 return
-        self._wake()
+        self._waiter.wake()
 
     def _output(self, payload: memoryview) -> None:
         size = len(payload) - _OUTPUT_HEAD
@@ -232,10 +232,11 @@ class ExecChannel(Channel):
         self._windows[stream - 1].take(size)
         self._received[stream] = offset + size
         if self._kept is not None:
+            # While collecting only the end is worth waking for.
             self._keep(stream, payload[_OUTPUT_HEAD:])
             return
         self._pieces.push(stream, offset, payload[_OUTPUT_HEAD:])
-        self._wake()
+        self._waiter.wake()
 
     def _exited(self, fields: Fields) -> None:
         if fields.ident() != self.exec_id:
@@ -252,7 +253,7 @@ class ExecChannel(Channel):
         elif self._failure is None:
             self._failure = how
         self._stdin.end()
-        self._wake()
+        self._waiter.wake()
 
     def lost(self, error: LinkLost) -> None:
         self._end(error.again())
@@ -380,18 +381,8 @@ class ExecChannel(Channel):
         self.consumed(stream, len(data))
 
     async def _wait(self) -> None:
-        if self._waiter is not None:
-            raise RuntimeError("two tasks read one command")
-        self._waiter = asyncio.get_running_loop().create_future()
         try:
-            await self._waiter
+            await self._waiter.wait()
         except asyncio.CancelledError:
             await self.detach()
             raise
-        finally:
-            self._waiter = None
-
-    def _wake(self) -> None:
-        # While collecting only the end is worth waking for.
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from dsecd.backends.agentlink.connection import Channel, Connection
-from dsecd.backends.agentlink.flow import MAX_ALLOWANCE, Allowance, Window
+from dsecd.backends.agentlink.flow import MAX_ALLOWANCE, Allowance, Waiter, Window
 from dsecd.backends.agentlink.frames import (
     DATA_HEAD,
     MAX_DATA,
@@ -81,7 +81,7 @@ class FileReader(Channel):
         self._last = 0
         self._done = False
         self._failure: AgentError | LinkLost | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiter = Waiter("two tasks read one file transfer")
 
     def frame(self, kind: int, flags: int, payload: memoryview) -> bool:
         if kind == Type.ERROR:
@@ -102,7 +102,7 @@ class FileReader(Channel):
             return True
         else:
             raise self.unexpected(kind)
-        self._wake()
+        self._waiter.wake()
         return False
 
     def _data(self, payload: memoryview) -> None:
@@ -178,23 +178,14 @@ class FileReader(Channel):
     def _end(self, failure: AgentError | LinkLost | None) -> None:
         self._done = True
         self._failure = self._failure or failure
-        self._wake()
+        self._waiter.wake()
 
     async def _wait(self) -> None:
-        if self._waiter is not None:
-            raise RuntimeError("two tasks read one file transfer")
-        self._waiter = asyncio.get_running_loop().create_future()
         try:
-            await self._waiter
+            await self._waiter.wait()
         except asyncio.CancelledError:
             await self.aclose()
             raise
-        finally:
-            self._waiter = None
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 class FileWriter(Channel):
@@ -221,7 +212,7 @@ class FileWriter(Channel):
         self._result: FileInfo | None = None
         self._finished = False
         self._failure: AgentError | LinkLost | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiter = Waiter("two tasks use one upload")
 
     def frame(self, kind: int, flags: int, payload: memoryview) -> bool:
         fields = Fields(payload)
@@ -232,13 +223,13 @@ class FileWriter(Channel):
             self.offset = fields.u64(Tag.OFFSET, MAX_OFFSET, 0)
             self._allowance.add(fields.u64(Tag.CREDIT, MAX_ALLOWANCE, 0))
             self._ready = True
-            self._wake()
+            self._waiter.wake()
         elif kind == Type.CREDIT and self._ready:
             self._allowance.add_from(fields)
         elif kind == Type.OK and self._committed:
             self._result = file_info_from(fields) if Tag.MODE in fields else None
             self._finished = True
-            self._wake()
+            self._waiter.wake()
             return True
         else:
             raise self.unexpected(kind)
@@ -297,7 +288,7 @@ class FileWriter(Channel):
         """Aborts the upload if it is still going on."""
         self.conn.abandon(self)
         self._allowance.end()
-        self._wake()
+        self._waiter.wake()
 
     async def __aenter__(self) -> Self:
         return self
@@ -310,20 +301,11 @@ class FileWriter(Channel):
     def _end(self, failure: AgentError | LinkLost) -> None:
         self._failure = self._failure or failure
         self._allowance.end()
-        self._wake()
+        self._waiter.wake()
 
     async def _wait(self) -> None:
-        if self._waiter is not None:
-            raise RuntimeError("two tasks use one upload")
-        self._waiter = asyncio.get_running_loop().create_future()
         try:
-            await self._waiter
+            await self._waiter.wait()
         except asyncio.CancelledError:
             await self.aclose()
             raise
-        finally:
-            self._waiter = None
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Credit in both directions: how much the agent may still send us, and how much we may still send it."""
+"""Credit in both directions: how much the agent may still send us, and how much we may still send it. And waiting."""
 
 import asyncio
 import struct
@@ -12,6 +12,32 @@ from dsecd.backends.agentlink.frames import STDIN, Fields, Tag, Type, Violation,
 MAX_ALLOWANCE: Final = 64 << 20
 
 _CREDIT: Final = struct.Struct("<HIQHIQ")
+
+
+class Waiter:
+    """Where the one task that uses a channel waits until a frame's arrival wakes it."""
+
+    __slots__ = ("_crowd", "_future")
+
+    def __init__(self, crowd: str) -> None:
+        """`crowd` says what is wrong when two tasks come."""
+        self._crowd = crowd
+        self._future: asyncio.Future[None] | None = None
+
+    async def wait(self) -> None:
+        """Returns when it was woken. Raises RuntimeError when another waits."""
+        if self._future is not None:
+            raise RuntimeError(self._crowd)
+        self._future = asyncio.get_running_loop().create_future()
+        try:
+            await self._future
+        finally:
+            self._future = None
+
+    def wake(self) -> None:
+        """Harmless when nobody waits."""
+        if self._future is not None and not self._future.done():
+            self._future.set_result(None)
 
 
 class Window:
@@ -66,7 +92,7 @@ class Allowance:
 
     def __init__(self) -> None:
         self._credit = 0
-        self._waiter: asyncio.Future[None] | None = None
+        self._waiter = Waiter("two tasks write to one stream")
         self.ended = False
 
     def add(self, size: int) -> None:
@@ -74,7 +100,7 @@ class Allowance:
         if size + self._credit > MAX_ALLOWANCE:
             raise Violation("more credit than any buffer has")
         self._credit += size
-        self._wake()
+        self._waiter.wake()
 
     def add_from(self, fields: Fields) -> None:
         """A CREDIT frame. Raises Violation."""
@@ -86,24 +112,14 @@ class Allowance:
     def end(self) -> None:
         """Nothing more can be sent: takers get 0."""
         self.ended = True
-        self._wake()
+        self._waiter.wake()
 
     async def take(self, most: int) -> int:
         """Takes 1 to `most` bytes of credit, waiting for it; 0 when there will be none."""
         while self._credit == 0 and not self.ended:
-            if self._waiter is not None:
-                raise RuntimeError("two tasks write to one stream")
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+            await self._waiter.wait()
         if self.ended:
             return 0
         taken = min(most, self._credit)
         self._credit -= taken
         return taken
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
