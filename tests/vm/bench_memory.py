@@ -13,14 +13,20 @@ The neighbour is alone on one of the emulated processors, and a piece of its wor
 processor executed meanwhile, whoever's. That includes page faults, interrupts, flushes of the TLB that other processors
 ask for, spinning for a lock, and whatever ran there instead of the neighbour. It does not include what makes an
 instruction slower, which is caches, the TLB, the memory's bandwidth or a busy sibling; and a repeated instruction, by
-which the kernel clears and copies pages, counts as few. Times would, but those of an emulated processor tell more of
-what else this machine did: they are printed beside it, and nothing is promised of them.
+which the kernel clears and copies pages, counts as few.
+
+Times include all that. But on an emulated machine they also include what any other load on the next processor costs,
+whatever it does: so there is a second peer, the rounds called control, in which nothing is reclaimed and processes
+outside of any sandbox compress memory of their own, in as much of the processors' time as DAMON took. What reclaim
+costs beyond an equal load is its own. The thread of the neighbour's processor has one of this machine's processors to
+itself, as far as other programs let it, and what is compared is the time that it used.
 """
 
 from __future__ import annotations
 
 import argparse
 import bisect
+import contextlib
 import json
 import os
 import statistics
@@ -28,18 +34,25 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.vm import host, image, kernels, packages
+from tests.vm import host, image, inside, kernels, packages
 from tests.vm.host import VmHost
+from tests.vm.qemu import Qemu
 
 MIB = 1 << 20
-METHODS = ("off", "auto", "memory.reclaim")
-#: The promises: less memory at the end of a round with DAMON, and the neighbour's cost by median.
+METHODS = ("off", "auto", "control", "memory.reclaim")
+#: The promises: less memory at the end of a round with DAMON, and the neighbour's cost by median, in instructions over
+#: that without reclaim and in time over that beside an equal load.
 HELD_AT_MOST = 0.75
 SLOWER_AT_MOST = 1.05
+#: That load is equal when the other processors' threads used the same time but for this part, and its rounds tell such
+#: a difference when they differ by no more among themselves.
+UNEQUAL = 0.10
+UNEVEN = 0.05
 #: The first rounds and the last without reclaim may differ by this much, or none of them tells such a difference.
 RESTLESS = 0.03
 FULL = (20, 30)  # sandboxes, and pieces of work without reclaim and with DAMON
@@ -65,13 +78,24 @@ class Series:
         return x + (y - x) * (when - a) / (b - a)
 
 
+@dataclass(frozen=True)
+class Load:
+    """How busy the machine was, by processors of this one's: the whole of it, and the guest's but the last."""
+
+    whole: float
+    others: float
+    others_instructions: float  # in a second
+
+
 class Meter:
-    """What the last processor cost: instructions that it executed, and time that its thread used here; and what time
-    the whole machine used."""
+    """What the last processor cost: instructions that it executed, and time that its thread used here; and the same of
+    the others, and what time the whole machine used."""
 
     def __init__(self, vm: VmHost) -> None:
         self._vm = vm
-        self._ours, self._instructions, self._used, self._whole = Series(), Series(), Series(), Series()
+        self._ours, self._whole = Series(), Series()
+        self._instructions, self._used = Series(), Series()
+        self._others_instructions, self._others_used = Series(), Series()
         self.ask_time()
 
     def ask_time(self) -> None:
@@ -92,10 +116,12 @@ class Meter:
 
     def watch(self, until: threading.Event) -> None:
         """Read the times used every 50 ms."""
-        thread = self._vm.machine.processors()[-1]
+        machine = self._vm.machine
+        *others, last = machine.processors()
         while not until.wait(0.05):
-            self._used.add(time.time(), self._vm.machine.thread_s(thread))
-            self._whole.add(time.time(), self._vm.machine.cpu_s)
+            self._used.add(time.time(), machine.thread_s(last))
+            self._others_used.add(time.time(), sum(map(machine.thread_s, others)))
+            self._whole.add(time.time(), machine.cpu_s)
 
     def read(self, counted: Path) -> None:
         """What the plugin wrote; its last line may be half a one, and at first there were not all processors."""
@@ -103,16 +129,27 @@ class Meter:
         for words in lines:
             if len(words) == len(lines[-1]):
                 self._instructions.add(float(words[0]), float(words[-1]))
+                self._others_instructions.add(float(words[0]), sum(map(float, words[1:-1])))
 
     def cost(self, begin: float, end: float) -> tuple[float, float]:
         """Instructions and seconds, between two times of the guest's.  Needs its time from before and after."""
         begin, end = self._ours.at_time(begin), self._ours.at_time(end)
         return self._instructions.between(begin, end), self._used.between(begin, end)
 
-    def processors(self, begin: float, end: float) -> float:
-        """How many of this machine's processors the whole had, between two times of the guest's."""
+    def load(self, begin: float, end: float) -> Load:
+        """Between two times of the guest's."""
         begin, end = self._ours.at_time(begin), self._ours.at_time(end)
-        return self._whole.between(begin, end) / (end - begin)
+        each = (self._whole, self._others_used, self._others_instructions)
+        return Load(*(series.between(begin, end) / (end - begin) for series in each))
+
+
+def apart(machine: Qemu) -> None:
+    """Give the last processor's thread one of this machine's processors, and the rest of the threads the others."""
+    processors = sorted(os.sched_getaffinity(0))
+    last = machine.processors()[-1]
+    for thread in machine.threads() if len(processors) > 1 else ():
+        with contextlib.suppress(ProcessLookupError):  # those for files come and go
+            os.sched_setaffinity(thread, processors[-1:] if thread == last else processors[:-1])
 
 
 def _plugin(folder: Path) -> Path:
@@ -136,7 +173,11 @@ def measured(sandboxes: int, seconds: float, cycles: int) -> tuple[dict[str, Any
         counted = Path(name) / "instructions"
         more = ["-plugin", f"{_plugin(Path(name))},out={counted}"]
         with VmHost(kernel, packages.installed(kernel, base), more=more) as vm:
-            script = vm.put(Path(__file__).with_name("inside") / "bench_memory.py", "/root/inside")
+            source = Path(__file__).with_name("inside") / "bench_memory.py"
+            script = vm.put(source, "/root/inside")
+            for module in inside.support_of(source):
+                vm.put(module, "/root/inside/tests/support")
+            apart(vm.machine)
             meter, ended = Meter(vm), threading.Event()
             watcher = threading.Thread(target=meter.watch, args=(ended,))
             watcher.start()
@@ -195,38 +236,116 @@ def show_memory(rounds: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
     return told
 
 
-def show_kinds(rounds: list[dict[str, Any]], meter: Meter) -> None:
-    """Print what there is at the end of a round, as memory.stat has it, with what compressed pages take in zram, and
-    how much of this machine there was to compress them."""
+def show_kinds(rounds: list[dict[str, Any]]) -> None:
+    """Print what there is at the end of a round, as memory.stat has it, with what compressed pages take in zram."""
     names = ("anon", "file", "slab", "pagetables", "kernel_stack")
-    print(f"\nat the end, in MiB: {', '.join(names)}, other of the sandboxes; zram; and processors that "
-          "the machine had of this one's")  # fmt: skip
+    print(f"\nat the end, in MiB: {', '.join(names)}, other of the sandboxes; zram")
     for one in rounds:
         last = one["samples"][-1]
         parts = [last["kinds"][name] for name in names]
         parts += [last["sandboxes"] - sum(parts), last["zram_memory"]]
-        had = meter.processors(one["began"], one["ended"])
-        print(f"{one['reclaim']:>16}" + "".join(f"{part / MIB:9.1f}" for part in parts) + f"{had:8.2f}")
+        print(f"{one['reclaim']:>16}" + "".join(f"{part / MIB:9.1f}" for part in parts))
 
 
-def show_neighbour(per: dict[str, list[list[Piece]]]) -> tuple[dict[str, float], float]:
-    """Print what a piece of work cost; of each method the median against that without, and how restless that is."""
+def show_load(rounds: list[dict[str, Any]], loads: list[Load]) -> None:
+    """Print what there was to compress with, and how equal the equal load was."""
+    print("\nprocessors that all but the neighbour kept busy, by the guest; that its other processors used of this "
+          "machine's, with\ntheir million instructions per second; and that the whole machine used")
+    for one, load in zip(rounds, loads, strict=True):
+        print(f"{one['reclaim']:>16}{one['busy']:8.2f}{load.others:8.2f}{load.others_instructions / 1e6:8.0f}"
+              f"{load.whole:8.2f}")  # fmt: skip
+
+
+def medians(rounds: Iterable[Sequence[Piece]], kind: str) -> list[float]:
+    """Of each round."""
+    return [statistics.median(getattr(piece, kind) for piece in one) for one in rounds if one]
+
+
+def ratio(per: Mapping[str, Sequence[Sequence[Piece]]], kind: str, method: str, peer: str) -> float:
+    """Of the medians of all pieces of work beside one and beside the other."""
+    values: list[list[float]] = [
+        [getattr(piece, kind) for one in per[name] for piece in one] for name in (method, peer)
+    ]
+    return statistics.median(values[0]) / statistics.median(values[1])
+
+
+def spread(values: Sequence[float]) -> float:
+    """By which part of the lowest they differ."""
+    return max(values) / min(values) - 1
+
+
+def show_neighbour(per: Mapping[str, Sequence[Sequence[Piece]]]) -> None:
+    """Print what a piece of work cost, and of each method the medians against those without reclaim."""
     print("\nthe neighbour's pieces of work: n; its processor's million instructions by quartile, and their median to "
-          "that without\nreclaim; the same of its thread's time here; wall and processor time in the guest; in ms")
-    pieces = {method: [piece for one in rounds for piece in one] for method, rounds in per.items()}
-    ratios: dict[str, float] = {}
-    for method, every in pieces.items():
-        text = f"{method:>16} {len(every):5}"
-        for kind, unit in (("instructions", 1e6), ("used_s", 1e-3)):
-            values, alone = ([getattr(piece, kind) for piece in one] for one in (every, pieces["off"]))
-            ratio = statistics.median(values) / statistics.median(alone)
-            text += "".join(f"{value / unit:8.1f}" for value in statistics.quantiles(values, n=4)) + f" {ratio:6.3f} "
-            # The promise is of instructions.
-            ratios.setdefault(method, ratio)
-        times = (statistics.median(getattr(piece, kind) for piece in every) for kind in ("wall_s", "cpu_s"))
-        print(text + "".join(f"{1e3 * value:8.0f}" for value in times))
-    alone = [statistics.median(piece.instructions for piece in one) for one in per["off"]]
-    return ratios, max(alone) / min(alone) - 1
+          "that without\nreclaim; its thread's time here, in ms by quartile, and its median to that without and to "
+          "that beside an equal load;\nmedians of wall and processor time in the guest, in ms; and of the thread's "
+          "time in each round")  # fmt: skip
+    for method, rounds in per.items():
+        pieces = [piece for one in rounds for piece in one]
+        text = f"{method:>16} {len(pieces):5}"
+        for kind, unit, peers in (("instructions", 1e6, ("off",)), ("used_s", 1e-3, ("off", "control"))):
+            values = statistics.quantiles((getattr(piece, kind) for piece in pieces), n=4)
+            text += "".join(f"{value / unit:8.1f}" for value in values)
+            text += "".join(f"{ratio(per, kind, method, peer):7.3f}" for peer in peers)
+        times = (statistics.median(getattr(piece, kind) for piece in pieces) for kind in ("wall_s", "cpu_s"))
+        text += "".join(f"{1e3 * value:8.0f}" for value in times)
+        print(text + "  " + " ".join(f"{1e3 * value:.0f}" for value in medians(rounds, "used_s")))
+
+
+@dataclass(frozen=True)
+class Promise:
+    """One of them: what was found, and why that may be nothing to go by."""
+
+    what: str
+    found: float
+    at_most: float
+    too_little: tuple[str, ...]
+
+    @property
+    def verdict(self) -> str:
+        if self.too_little:
+            return "PENDING"
+        return "PASS" if self.found <= self.at_most else "FAIL"
+
+    def __str__(self) -> str:
+        reasons = f" ({'; '.join(self.too_little)})" if self.too_little else ""
+        return f"{self.what}: {self.found:.3f}, promised at most {self.at_most}: {self.verdict}{reasons}"
+
+
+def promises(
+    sandboxes: int, held_ratio: float, per: Mapping[str, Sequence[Sequence[Piece]]], busy: Mapping[str, float]
+) -> list[Promise]:
+    """What is promised of DAMON.  ``busy``: of each method, what the other processors' threads used in a second."""
+    few: tuple[str, ...] = () if sandboxes >= FULL[0] else (f"{sandboxes} sandboxes of {FULL[0]}",)
+    if len(per["auto"]) < 2:
+        few += (f"{len(per['auto'])} round of 2",)
+    by_instructions, by_time = (
+        (*few, *_too_few(per, ("auto", peer)), *_too_restless(per, peer, kind, at_most))
+        for peer, kind, at_most in (("off", "instructions", RESTLESS), ("control", "used_s", UNEVEN))
+    )
+    unequal = busy["control"] / busy["auto"] - 1
+    if abs(unequal) > UNEQUAL:
+        by_time += (f"the equal load used {unequal:+.0%} of DAMON's time, and at most {UNEQUAL:.0%} are equal",)
+    return [
+        Promise("memory at the end of a round to that without", held_ratio, HELD_AT_MOST, few),
+        Promise("the neighbour's instructions to those without", ratio(per, "instructions", "auto", "off"),
+                SLOWER_AT_MOST, by_instructions),
+        Promise("the neighbour's time to that beside an equal load", ratio(per, "used_s", "auto", "control"),
+                SLOWER_AT_MOST, by_time),
+    ]  # fmt: skip
+
+
+def _too_few(per: Mapping[str, Sequence[Sequence[Piece]]], methods: Iterable[str]) -> tuple[str, ...]:
+    number = min(sum(map(len, per[method])) for method in methods)
+    return () if number >= FULL[1] else (f"{number} pieces of work of {FULL[1]}",)
+
+
+def _too_restless(
+    per: Mapping[str, Sequence[Sequence[Piece]]], peer: str, kind: str, at_most: float
+) -> tuple[str, ...]:
+    found = medians(per[peer], kind)
+    differ = spread(found) if found else 0.0
+    return () if differ <= at_most else (f"rounds of {peer!r} differ by {differ:.1%}, at most {at_most:.0%} tell",)
 
 
 def main() -> int:
@@ -238,34 +357,36 @@ def main() -> int:
     options = parser.parse_args()
     began = time.monotonic()
     found, meter = measured(options.sandboxes, options.seconds, options.cycles)
-    per = costs(found, meter)
+    rounds, per = found["rounds"], costs(found, meter)
+    loads = [meter.load(one["began"], one["ended"]) for one in rounds]
     if options.json is not None:
-        options.json.write_text(json.dumps({**found, "neighbour": per}, default=asdict))
+        more = {"neighbour": per, "loads": loads}
+        options.json.write_text(json.dumps({**found, **more}, default=asdict))
     print(f"{options.sandboxes} idle sandboxes that wrote to 100 MiB each, one at work; {options.cycles} rounds of "
           f"{options.seconds:g} s each; load of this machine {os.getloadavg()[1]:.1f}\n")  # fmt: skip
-    memory = show_memory(found["rounds"])
-    show_kinds(found["rounds"], meter)
-    slower, restless = show_neighbour(per)
+    memory = show_memory(rounds)
+    show_kinds(rounds)
+    show_load(rounds, loads)
+    show_neighbour(per)
     print()
     ends = {}
     for method in METHODS[1:]:
         mean, ends[method] = (mine / alone for mine, alone in zip(memory[method], memory["off"], strict=True))
         print(f"{method}: memory {mean:.3f} of that without over a round, {ends[method]:.3f} at its end; "
-              f"neighbour {slower[method]:.3f} by instructions")  # fmt: skip
-    number = min(sum(map(len, per[method])) for method in ("off", "auto"))
-    print(f"promised of auto: at most {HELD_AT_MOST} at the end, neighbour {SLOWER_AT_MOST}; the guest's clock drifted "
-          f"by {meter.drift_s:+.2f} s; {time.monotonic() - began:.0f} s")  # fmt: skip
-    if options.cycles < 2 or restless > RESTLESS or options.sandboxes < FULL[0] or number < FULL[1]:
-        print(f"PENDING: n = {options.sandboxes} sandboxes and {number} pieces of work (of {FULL}); without reclaim "
-              f"its rounds differ by {restless:.1%} (at most {RESTLESS:.0%} tell)")  # fmt: skip
-        return 0
-    missed = []
-    if ends["auto"] > HELD_AT_MOST:
-        missed.append(f"memory {ends['auto']:.3f} at the end of a round (promised {HELD_AT_MOST})")
-    if slower["auto"] > SLOWER_AT_MOST:
-        missed.append(f"neighbour {slower['auto']:.3f} (promised {SLOWER_AT_MOST})")
-    print(f"FAIL: {'; '.join(missed)}" if missed else "PASS")
-    return 1 if missed else 0
+              f"neighbour {ratio(per, 'instructions', method, 'off'):.3f} by instructions, by time "
+              f"{ratio(per, 'used_s', method, 'off'):.3f} of that without reclaim, "
+              f"{ratio(per, 'used_s', method, 'control'):.3f} of that beside an equal load")  # fmt: skip
+    busy = {
+        method: statistics.fmean(load.others for one, load in zip(rounds, loads, strict=True)
+                                 if one["reclaim"] == method)
+        for method in METHODS
+    }  # fmt: skip
+    print(f"the guest's clock drifted by {meter.drift_s:+.2f} s; {time.monotonic() - began:.0f} s\n\nof auto:")
+    told = promises(options.sandboxes, ends["auto"], per, busy)
+    print(*told, sep="\n")
+    verdicts = {promise.verdict for promise in told}
+    print(next(verdict for verdict in ("FAIL", "PENDING", "PASS") if verdict in verdicts))
+    return 1 if "FAIL" in verdicts else 0
 
 
 if __name__ == "__main__":

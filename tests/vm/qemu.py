@@ -105,6 +105,10 @@ class Qemu:
         """The threads that are the guest's processors, in its order.  Raises QemuError."""
         return [int(one["thread-id"]) for one in self.ask("query-cpus-fast")]
 
+    def threads(self) -> list[int]:
+        """All its threads that there are now, those of the guest's processors among them."""
+        return [int(path.name) for path in Path(f"/proc/{self._process.pid}/task").iterdir()]
+
     def thread_s(self, thread: int) -> float:
         """Processor seconds that a thread used so far, to the nanosecond.  schedstat, proc(5)."""
         return int(Path(f"/proc/{self._process.pid}/task/{thread}/schedstat").read_text().split()[0]) / 1e9

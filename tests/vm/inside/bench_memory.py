@@ -5,7 +5,9 @@
 
 Each sandbox holds a process that wrote to 100 MiB, half of it noise, and sleeps. One more does a piece of work over and
 over, on the last processor alone. A round for each METHOD begins with a restart of the daemon and with all memory
-touched once more. Prints JSON: for each round its samples of memory; all pieces of work, with the time of each.
+touched once more. In a round "control" nothing is reclaimed, and another load keeps processors as busy as the last
+round of "auto" did, over the last one of "off": both have to come before it. Prints JSON: for each round its samples
+of memory; all pieces of work, with the time of each.
 """
 
 import contextlib
@@ -16,20 +18,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from libdsec import Client, Sandbox
 from libdsec.types import ExecRequest
+from tests.support.equal_load import equal_load
 
 IMAGE = "debian:trixie"
 DROP_IN = Path("/etc/dsec/dsecd.toml.d/bench.toml")
 MIB = 1 << 20
 #: Always, soon, and with a thread for every second sandbox; age and quota as a host with little memory might have them.
+KDAMONDS = 10
 SETTINGS = f"""[memory]
 age_s = 5
 sweep_s = 1
-kdamonds = 10
+kdamonds = {KDAMONDS}
 start_below_permil = 1001
 pressure_max_percent = 100
 zram_bytes = {3 << 30}
@@ -81,8 +87,9 @@ def until(what: str, true: Callable[[], bool], limit_s: float = 180) -> None:
 
 
 def zram_bytes() -> int:
-    """What all zram devices take of memory: mem_used_total, the third number of mm_stat."""
-    return sum(int(path.read_text().split()[2]) for path in Path("/sys/block").glob("zram*/mm_stat"))
+    """What all zram devices that serve as swap take of memory: mem_used_total, the third number of mm_stat."""
+    areas = (Path(line.split()[0]).name for line in Path("/proc/swaps").read_text().splitlines()[1:])
+    return sum(int((Path("/sys/block") / area / "mm_stat").read_text().split()[2]) for area in areas)
 
 
 def kinds(top: Path) -> dict[str, int]:
@@ -90,28 +97,59 @@ def kinds(top: Path) -> dict[str, int]:
     return {name: int(value) for name, value in map(str.split, (top / "memory.stat").read_text().splitlines())}
 
 
-def measure(client: Client, reclaim: str, idle: list[int], top: Path, seconds: float) -> dict[str, Any]:
+def busy_s(neighbour: int) -> float:
+    """How long anybody but the neighbour has run on any processor; 7th of a processor's numbers in /proc/schedstat."""
+    lines = (line.split() for line in Path("/proc/schedstat").read_text().splitlines())
+    everybody = sum(int(words[7]) for words in lines if words[0].startswith("cpu"))
+    return (everybody - int(Path(f"/proc/{neighbour}/schedstat").read_text().split()[0])) / 1e9
+
+
+@dataclass(frozen=True)
+class Processes:
+    """By their pids."""
+
+    idle: list[int]
+    neighbour: int
+
+
+def load_for(method: str, before: list[dict[str, Any]]) -> AbstractContextManager[None]:
+    """What runs beside the neighbour in a round, besides dsec."""
+    if method != "control":
+        return contextlib.nullcontext()
+    busy: dict[str, float] = {one["reclaim"]: one["busy"] for one in before}
+    # What a page of an idle process holds.
+    page = os.urandom(2048) + bytes(2048)
+    return equal_load(page, KDAMONDS, max(0.0, busy["auto"] - busy["off"]))
+
+
+def measure(
+    client: Client, method: str, processes: Processes, top: Path, seconds: float, load: AbstractContextManager[None]
+) -> dict[str, Any]:
     """One round: samples over time, read from the kernel: the daemon is under test, and busy."""
     subprocess.run(["systemctl", "stop", "dsecd.service"], check=True)
-    for pid in idle:
+    for pid in processes.idle:
         os.kill(pid, signal.SIGUSR1)
     # What else was paged out of them, some of Perl's own, stays where it is: it counts as held then, too.
-    until("all memory is back", lambda: int((top / "memory.current").read_text()) >= len(idle) * FULL_BYTES, 400)
-    configure(reclaim)
-    # What the daemon itself takes to start is no part of it.
-    time.sleep(3)
-    began, clock, samples = time.monotonic(), time.time(), []
-    while (at := time.monotonic() - began) < seconds:
-        memory = meminfo()
-        samples.append({
-            "at_s": round(at, 1), "host_used": memory["MemTotal"] - memory["MemAvailable"],
-            "sandboxes": int((top / "memory.current").read_text()), "zram_memory": zram_bytes(),
-            "kinds": kinds(top),
-        })  # fmt: skip
-        time.sleep(SAMPLE_S)
-    ended = time.time()
-    method = client.memory(limit=1).host.reclaim
-    return {"reclaim": reclaim, "method": method, "began": clock, "ended": ended, "samples": samples}
+    full = len(processes.idle) * FULL_BYTES
+    until("all memory is back", lambda: int((top / "memory.current").read_text()) >= full, 400)
+    configure("off" if method == "control" else method)
+    with load:
+        # What the daemon itself takes to start is no part of it, nor what the load does.
+        time.sleep(3)
+        began, clock, samples = time.monotonic(), time.time(), []
+        busy = busy_s(processes.neighbour)
+        while (at := time.monotonic() - began) < seconds:
+            memory = meminfo()
+            samples.append({
+                "at_s": round(at, 1), "host_used": memory["MemTotal"] - memory["MemAvailable"],
+                "sandboxes": int((top / "memory.current").read_text()), "zram_memory": zram_bytes(),
+                "kinds": kinds(top),
+            })  # fmt: skip
+            time.sleep(SAMPLE_S)
+        busy = (busy_s(processes.neighbour) - busy) / (time.monotonic() - began)
+        ended = time.time()
+    way = client.memory(limit=1).host.reclaim
+    return {"reclaim": method, "method": way, "busy": busy, "began": clock, "ended": ended, "samples": samples}
 
 
 def pieces(client: Client, sandbox: str) -> list[list[float]]:
@@ -137,9 +175,13 @@ def main(sandboxes: int, seconds: float, methods: list[str]) -> None:
             (top,) = Path("/sys/fs/cgroup").rglob(f"*-{neighbour.id}")
             until("all memory is written",
                   lambda: int((top.parent / "memory.current").read_text()) >= sandboxes * FULL_BYTES, 600)  # fmt: skip
-            os.sched_setaffinity(started(client, neighbour, WORK), {(os.cpu_count() or 1) - 1})
+            processes = Processes(idle, started(client, neighbour, WORK))
+            os.sched_setaffinity(processes.neighbour, {(os.cpu_count() or 1) - 1})
             until("the neighbour works", lambda: bool(pieces(client, neighbour.id)))
-            rounds = [measure(client, method, idle, top.parent, seconds) for method in methods]
+            rounds: list[dict[str, Any]] = []
+            for method in methods:
+                load = load_for(method, rounds)
+                rounds.append(measure(client, method, processes, top.parent, seconds, load))
             done = pieces(client, neighbour.id)
         print(json.dumps({"rounds": rounds, "work": done}))
     finally:

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A load inside the test host that is as large as reclaim's and of its kind, but takes nothing from anybody.
+
+Here: processes that compress memory of their own into a zram device of their own, as paging out does, by as much of a
+processor as they are told. Not here: what they are compared with (``tests/vm/inside/bench_memory.py``).
+
+What paging out does beside that is what the comparison is about: finding pages, taking them off lists and out of page
+tables, and having other processors forget them.
+"""
+
+import contextlib
+import errno
+import mmap
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+_CONTROL = Path("/sys/class/zram-control")
+#: More than any cache holds, so that what is compressed comes from memory, as what nobody touched does.
+_BYTES = 128 << 20
+_PIECE = 64 << 10
+_NICE = 19
+_PAUSE_S = 0.02
+_REMOVE_S = 30.0
+
+
+@contextlib.contextmanager
+def equal_load(page: bytes, workers: int, processors: float) -> Iterator[None]:
+    """Let so many processes compress memory full of ``page`` and use so many processors together, if they get them.
+
+    They run as kernel threads that page out do: at the lowest priority, in the root cgroup, wherever the scheduler
+    puts them.  Raises OSError.
+    """
+    with _zram() as device, mmap.mmap(-1, _BYTES) as memory:
+        for at in range(0, _BYTES, len(page)):
+            memory[at : at + len(page)] = page
+        context = multiprocessing.get_context("fork")
+        running = [
+            context.Process(
+                target=_compress, args=(device, memory, _BYTES // workers * number, processors / workers), daemon=True
+            )
+            for number in range(workers)
+        ]
+        try:
+            for one in running:
+                one.start()
+            yield
+            ended = [one.exitcode for one in running if one.exitcode is not None]
+        finally:
+            for one in running:
+                one.kill()
+                one.join()
+        if ended:
+            raise ChildProcessError(f"{len(ended)} of {workers} processes ended early, by {ended}")
+
+
+def _compress(device: Path, memory: mmap.mmap, begin: int, share: float) -> None:
+    os.nice(_NICE)
+    Path("/sys/fs/cgroup/cgroup.procs").write_text(str(os.getpid()))
+    # Not by way of the page cache, from which others would write it.
+    fd = os.open(device, os.O_WRONLY | os.O_DIRECT)
+    view, at = memoryview(memory), begin // _PIECE * _PIECE
+    began, used = time.monotonic(), time.process_time()
+    while True:
+        if time.process_time() - used > share * (time.monotonic() - began):
+            time.sleep(_PAUSE_S)
+            continue
+        os.pwrite(fd, view[at : at + _PIECE], at)
+        at = (at + _PIECE) % _BYTES
+
+
+@contextlib.contextmanager
+def _zram() -> Iterator[Path]:
+    """A device that compresses as swap of dsec's does."""
+    number = int((_CONTROL / "hot_add").read_text())
+    settings = Path(f"/sys/block/zram{number}")
+    try:
+        if "zstd" in (settings / "comp_algorithm").read_text().replace("[", "").replace("]", "").split():
+            (settings / "comp_algorithm").write_text("zstd")
+        (settings / "disksize").write_text(str(_BYTES))
+        yield Path(f"/dev/zram{number}")
+    finally:
+        _remove(number)
+
+
+def _remove(number: int) -> None:
+    deadline = time.monotonic() + _REMOVE_S
+    while True:
+        try:
+            (_CONTROL / "hot_remove").write_text(str(number))
+        except OSError as error:
+            # udev looks into devices that somebody had open for writing.
+            if error.errno != errno.EBUSY or time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+        else:
+            return
