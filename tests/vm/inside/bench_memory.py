@@ -30,6 +30,7 @@ from tests.support.equal_load import equal_load
 IMAGE = "debian:trixie"
 DROP_IN = Path("/etc/dsec/dsecd.toml.d/bench.toml")
 MIB = 1 << 20
+KDAMONDS_SET_UP = Path("/sys/kernel/mm/damon/admin/kdamonds/nr_kdamonds")
 #: Always, soon, and with a thread for every second sandbox; age and quota as a host with little memory might have them.
 KDAMONDS = 10
 SETTINGS = f"""[memory]
@@ -126,7 +127,9 @@ def measure(
     client: Client, method: str, processes: Processes, top: Path, seconds: float, load: AbstractContextManager[None]
 ) -> dict[str, Any]:
     """One round: samples over time, read from the kernel: the daemon is under test, and busy."""
-    subprocess.run(["systemctl", "stop", "dsecd.service"], check=True)
+    # A daemon that had to be killed has left kdamonds, which this one ends.
+    configure("off")
+    until("DAMON is given back", lambda: int(KDAMONDS_SET_UP.read_text()) == 0)
     for pid in processes.idle:
         os.kill(pid, signal.SIGUSR1)
     # What else was paged out of them, some of Perl's own, stays where it is: it counts as held then, too.
