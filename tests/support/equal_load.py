@@ -2,7 +2,8 @@
 """A load inside the test host that is as large as reclaim's and of its kind, but takes nothing from anybody.
 
 Here: processes that compress memory of their own into a zram device of their own, as paging out does, by as much of a
-processor as they are told. Not here: what they are compared with (``tests/vm/inside/bench_memory.py``).
+processor as they are told; and the work of the neighbour who bears it. Not here: what is compared with it
+(``tests/vm/inside/bench_memory.py``).
 
 What paging out does beside that is what the comparison is about: finding pages, taking them off lists and out of page
 tables, and having other processors forget them.
@@ -16,6 +17,15 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+#: For Perl: work on 16 MiB of its own memory; a line with the beginning, wall time and processor time of each piece.
+#: A minimal Debian's Perl has no Time::HiRes, so the clocks are read by clock_gettime(2).
+WORK = (
+    'sub at { $b = "\\0" x 16; syscall(228, $_[0], $b); ($s, $n) = unpack "qq", $b; $s + $n / 1e9 } '
+    '$| = 1; $y = "x" x (16 << 20); while (1) { $t = at(0); $c = at(2); for $r (1 .. 10) { '
+    'for ($i = 0; $i < 16 << 20; $i += 512) { substr($y, $i, 1) = "z"; } } '
+    'printf("%.4f %.4f %.4f\\n", $t, at(0) - $t, at(2) - $c); }'
+)
 
 _CONTROL = Path("/sys/class/zram-control")
 #: More than any cache holds, so that what is compressed comes from memory, as what nobody touched does.

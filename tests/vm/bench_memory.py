@@ -31,14 +31,16 @@ import json
 import os
 import statistics
 import subprocess
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.support.equal_load import WORK
 from tests.vm import host, image, inside, kernels, packages
 from tests.vm.host import VmHost
 from tests.vm.qemu import Qemu
@@ -55,6 +57,11 @@ UNEQUAL = 0.10
 UNEVEN = 0.05
 #: The first rounds and the last without reclaim may differ by this much, or none of them tells such a difference.
 RESTLESS = 0.03
+#: What the other processor does meanwhile where nothing is emulated: memory that no cache holds, page by page.
+_COMPRESS = (
+    "import os, zlib; data = (os.urandom(2048) + bytes(2048)) * (128 << 8)\n"
+    "while True: [zlib.compress(data[at : at + 4096], 1) for at in range(0, len(data), 4096)]"
+)
 FULL = (20, 30)  # sandboxes, and pieces of work without reclaim and with DAMON
 
 
@@ -191,6 +198,34 @@ def measured(sandboxes: int, seconds: float, cycles: int) -> tuple[dict[str, Any
             meter.read(counted)
             found: dict[str, Any] = json.loads(done.text.splitlines()[-1])
             return found, meter
+
+
+def natively(seconds: float = 2.0, turns: int = 3) -> dict[str, list[float]]:
+    """Processor time of the neighbour's pieces of work where nothing is emulated, in s: alone on this machine's last
+    processor, and beside a process that compresses on another, in turn.  Nothing when there is one processor."""
+    found: dict[str, list[float]] = {"alone": [], "beside": []}
+    *others, last = sorted(os.sched_getaffinity(0))
+    for way in [*found] * turns if others else ():
+        with contextlib.ExitStack() as running:
+            if way == "beside":
+                running.enter_context(_program([sys.executable, "-c", _COMPRESS], others[0]))
+            worker = running.enter_context(_program(["perl", "-e", WORK], last))
+            deadline = time.monotonic() + seconds
+            assert worker.stdout is not None
+            for line in worker.stdout:
+                found[way].append(float(line.split()[2]))
+                if time.monotonic() > deadline:
+                    break
+    return found
+
+
+@contextlib.contextmanager
+def _program(argv: list[str], processor: int) -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["taskset", "-c", str(processor), *argv], stdout=subprocess.PIPE) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def held(sample: dict[str, Any]) -> float:
@@ -356,11 +391,12 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="where to write all that was measured")
     options = parser.parse_args()
     began = time.monotonic()
+    native = natively()
     found, meter = measured(options.sandboxes, options.seconds, options.cycles)
     rounds, per = found["rounds"], costs(found, meter)
     loads = [meter.load(one["began"], one["ended"]) for one in rounds]
     if options.json is not None:
-        more = {"neighbour": per, "loads": loads}
+        more = {"neighbour": per, "loads": loads, "native": native}
         options.json.write_text(json.dumps({**found, **more}, default=asdict))
     print(f"{options.sandboxes} idle sandboxes that wrote to 100 MiB each, one at work; {options.cycles} rounds of "
           f"{options.seconds:g} s each; load of this machine {os.getloadavg()[1]:.1f}\n")  # fmt: skip
@@ -376,6 +412,11 @@ def main() -> int:
               f"neighbour {ratio(per, 'instructions', method, 'off'):.3f} by instructions, by time "
               f"{ratio(per, 'used_s', method, 'off'):.3f} of that without reclaim, "
               f"{ratio(per, 'used_s', method, 'control'):.3f} of that beside an equal load")  # fmt: skip
+    if all(native.values()):
+        alone, beside = (statistics.median(native[way]) for way in ("alone", "beside"))
+        print(f"not emulated, a piece of that work takes {1e3 * alone:.1f} ms of processor time on this machine, and "
+              f"{1e3 * beside:.1f} beside a process that compresses on another processor: {beside / alone:.3f} "
+              f"(n={len(native['alone'])} and {len(native['beside'])})")  # fmt: skip
     busy = {
         method: statistics.fmean(load.others for one, load in zip(rounds, loads, strict=True)
                                  if one["reclaim"] == method)

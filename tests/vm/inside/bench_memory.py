@@ -25,7 +25,7 @@ from typing import Any
 
 from libdsec import Client, Sandbox
 from libdsec.types import ExecRequest
-from tests.support.equal_load import equal_load
+from tests.support.equal_load import WORK, equal_load
 
 IMAGE = "debian:trixie"
 DROP_IN = Path("/etc/dsec/dsecd.toml.d/bench.toml")
@@ -48,14 +48,6 @@ IDLE = (
     'open R, "/dev/urandom"; read R, $n, 2048; $x = ($n . "\\0" x 2048) x 25600; '
     '$SIG{USR1} = sub { for ($i = 0; $i < length $x; $i += 4096) { substr($x, $i, 1) = "z"; } }; '
     "sleep 100000 while 1"
-)
-#: Work on 16 MiB of its own memory; a line with the beginning, wall time and processor time of each piece. A minimal
-#: Debian's Perl has no Time::HiRes, so the clocks are read by clock_gettime(2).
-WORK = (
-    'sub at { $b = "\\0" x 16; syscall(228, $_[0], $b); ($s, $n) = unpack "qq", $b; $s + $n / 1e9 } '
-    '$| = 1; $y = "x" x (16 << 20); while (1) { $t = at(0); $c = at(2); for $r (1 .. 10) { '
-    'for ($i = 0; $i < 16 << 20; $i += 512) { substr($y, $i, 1) = "z"; } } '
-    'printf("%.4f %.4f %.4f\\n", $t, at(0) - $t, at(2) - $c); }'
 )
 
 
