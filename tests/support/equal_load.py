@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A load inside the test host that is as large as reclaim's and of its kind, but takes nothing from anybody.
 
-Here: processes that compress memory of their own into a zram device of their own, as paging out does, by as much of a
-processor as they are told; and the work of the neighbour who bears it. Not here: what is compared with it
-(``tests/vm/inside/bench_memory.py``).
+Here: processes that compress memory of their own into a zram device of their own, as paging out does; and the work of
+the neighbour who bears it. Not here: what is compared with it (``tests/vm/inside/bench_memory.py``).
 
 What paging out does beside that is what the comparison is about: finding pages, taking them off lists and out of page
 tables, and having other processors forget them.
@@ -14,8 +13,9 @@ import errno
 import mmap
 import multiprocessing
 import os
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 #: For Perl: work on 16 MiB of its own memory; a line with the beginning, wall time and processor time of each piece.
@@ -31,52 +31,64 @@ _CONTROL = Path("/sys/class/zram-control")
 #: More than any cache holds, so that what is compressed comes from memory, as what nobody touched does.
 _BYTES = 128 << 20
 _PIECE = 64 << 10
-_NICE = 19
-_PAUSE_S = 0.02
 _REMOVE_S = 30.0
 
 
-@contextlib.contextmanager
-def equal_load(page: bytes, workers: int, processors: float) -> Iterator[None]:
-    """Let so many processes compress memory full of ``page`` and use so many processors together, if they get them.
+class EqualLoad:
+    """Processes that stand still until they are told."""
 
-    They run as kernel threads that page out do: at the lowest priority, in the root cgroup, wherever the scheduler
-    puts them.  Raises OSError.
+    def __init__(self, processes: Sequence[multiprocessing.process.BaseProcess]) -> None:
+        self._processes = processes
+
+    def go(self) -> None:
+        """From now on nothing that is nicer runs on their processors.  Raises ChildProcessError when one has ended."""
+        self._send(signal.SIGCONT)
+
+    def halt(self) -> None:
+        """They stand still again.  Raises ChildProcessError."""
+        self._send(signal.SIGSTOP)
+
+    def _send(self, number: signal.Signals) -> None:
+        for one in self._processes:
+            if one.pid is None or one.exitcode is not None:
+                raise ChildProcessError(f"a process that is to compress has ended, by {one.exitcode}")
+            os.kill(one.pid, number)
+
+
+@contextlib.contextmanager
+def equal_load(page: bytes, processors: Sequence[int]) -> Iterator[EqualLoad]:
+    """Processes that keep each of these processors busy by compressing memory full of ``page``.
+
+    They are in the root cgroup, as kernel threads are, and not nice: those of DAMON, which are, stand still while these
+    run.  Raises OSError.
     """
     with _zram() as device, mmap.mmap(-1, _BYTES) as memory:
         for at in range(0, _BYTES, len(page)):
             memory[at : at + len(page)] = page
         context = multiprocessing.get_context("fork")
         running = [
-            context.Process(
-                target=_compress, args=(device, memory, _BYTES // workers * number, processors / workers), daemon=True
-            )
-            for number in range(workers)
+            context.Process(target=_compress, args=(device, memory, _BYTES // len(processors) * number, processor))
+            for number, processor in enumerate(processors)
         ]
         try:
             for one in running:
                 one.start()
-            yield
-            ended = [one.exitcode for one in running if one.exitcode is not None]
+            load = EqualLoad(running)
+            load.halt()
+            yield load
         finally:
             for one in running:
                 one.kill()
                 one.join()
-        if ended:
-            raise ChildProcessError(f"{len(ended)} of {workers} processes ended early, by {ended}")
 
 
-def _compress(device: Path, memory: mmap.mmap, begin: int, share: float) -> None:
-    os.nice(_NICE)
+def _compress(device: Path, memory: mmap.mmap, begin: int, processor: int) -> None:
     Path("/sys/fs/cgroup/cgroup.procs").write_text(str(os.getpid()))
+    os.sched_setaffinity(0, {processor})
     # Not by way of the page cache, from which others would write it.
     fd = os.open(device, os.O_WRONLY | os.O_DIRECT)
     view, at = memoryview(memory), begin // _PIECE * _PIECE
-    began, used = time.monotonic(), time.process_time()
     while True:
-        if time.process_time() - used > share * (time.monotonic() - began):
-            time.sleep(_PAUSE_S)
-            continue
         os.pwrite(fd, view[at : at + _PIECE], at)
         at = (at + _PIECE) % _BYTES
 

@@ -16,10 +16,12 @@ instruction slower, which is caches, the TLB, the memory's bandwidth or a busy s
 which the kernel clears and copies pages, counts as few.
 
 Times include all that. But on an emulated machine they also include what any other load on the next processor costs,
-whatever it does: so there is a second peer, the rounds called control, in which nothing is reclaimed and processes
-outside of any sandbox compress memory of their own, in as much of the processors' time as DAMON took. What reclaim
-costs beyond an equal load is its own. The thread of the neighbour's processor has one of this machine's processors to
-itself, as far as other programs let it, and what is compared is the time that it used.
+whatever it does: so there is a second peer, for which there are rounds called alternating. In these, reclaim and
+processes outside of any sandbox that compress memory of their own have the other processors in turns of some seconds,
+and each turn of reclaim is compared with those before and after it. What reclaim costs beyond that load is its own.
+What is compared is the time in which the neighbour's processor executes as many instructions, for its pieces of work,
+which take the same instructions, would be longer than a turn on a busy machine. The thread of that processor has one
+of this machine's processors to itself, as far as other programs let it, and its time is what it used.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import argparse
 import bisect
 import contextlib
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -46,15 +49,17 @@ from tests.vm.host import VmHost
 from tests.vm.qemu import Qemu
 
 MIB = 1 << 20
-METHODS = ("off", "auto", "control", "memory.reclaim")
+METHODS = ("off", "auto", "memory.reclaim")
+#: Of the rounds, there and back.
+ORDER = ("off", "auto", "alternating", "memory.reclaim")
 #: The promises: less memory at the end of a round with DAMON, and the neighbour's cost by median, in instructions over
 #: that without reclaim and in time over that beside an equal load.
 HELD_AT_MOST = 0.75
 SLOWER_AT_MOST = 1.05
-#: That load is equal when the other processors' threads used the same time but for this part, and its rounds tell such
-#: a difference when they differ by no more among themselves.
+#: That load is equal when the other processors' threads used the same time but for this part. Turns beside which they
+#: did not are left out, and so many have to be left.
 UNEQUAL = 0.10
-UNEVEN = 0.05
+TURNS = 12
 #: The first rounds and the last without reclaim may differ by this much, or none of them tells such a difference.
 RESTLESS = 0.03
 #: What the other processor does meanwhile where nothing is emulated: memory that no cache holds, page by page.
@@ -170,10 +175,10 @@ def _plugin(folder: Path) -> Path:
 
 def measured(sandboxes: int, seconds: float, cycles: int) -> tuple[dict[str, Any], Meter]:
     """What the benchmark in the guest printed, and what its neighbour's processor cost here."""
-    order = list(METHODS)
+    order = list(ORDER)
     for cycle in range(1, cycles):
         # There and back; where it turns is one round.
-        order += METHODS[-2::-1] if cycle % 2 else METHODS[1:]
+        order += ORDER[-2::-1] if cycle % 2 else ORDER[1:]
     with host.only_machine(), tempfile.TemporaryDirectory(prefix="dsec-bench-", dir="/var/tmp") as name:
         base = image.get()
         kernel = kernels.debian(base)
@@ -190,7 +195,7 @@ def measured(sandboxes: int, seconds: float, cycles: int) -> tuple[dict[str, Any
             watcher.start()
             try:
                 argv = ["python3", script, str(sandboxes), str(seconds), *order]
-                done = vm.run(argv, timeout_s=1200 + len(order) * (seconds + 300))
+                done = vm.run(argv, timeout_s=1200 + len(order) * (seconds + 400))
             finally:
                 ended.set()
                 watcher.join()
@@ -244,13 +249,13 @@ class Piece:
 
 
 def costs(found: dict[str, Any], meter: Meter) -> dict[str, list[list[Piece]]]:
-    """Of each method, for each of its rounds, what each piece of work cost."""
+    """Of each method, for each of its rounds, what each piece of work cost while reclaim was at work."""
     per: dict[str, list[list[Piece]]] = {method: [] for method in METHODS}
     for one in found["rounds"]:
         per[one["reclaim"]].append([
             Piece(*meter.cost(at, at + wall), wall, cpu)
             for at, wall, cpu in found["work"]
-            if one["began"] <= at and at + wall <= one["ended"]
+            if one["settled"] <= at and at + wall <= one["ended"]
         ])  # fmt: skip
     return per
 
@@ -283,12 +288,70 @@ def show_kinds(rounds: list[dict[str, Any]]) -> None:
 
 
 def show_load(rounds: list[dict[str, Any]], loads: list[Load]) -> None:
-    """Print what there was to compress with, and how equal the equal load was."""
-    print("\nprocessors that all but the neighbour kept busy, by the guest; that its other processors used of this "
-          "machine's, with\ntheir million instructions per second; and that the whole machine used")
+    """Print what there was to compress with."""
+    print("\nprocessors of this machine's that the guest's other processors used, with their million instructions per "
+          "second, and\nthat the whole machine used")  # fmt: skip
     for one, load in zip(rounds, loads, strict=True):
-        print(f"{one['reclaim']:>16}{one['busy']:8.2f}{load.others:8.2f}{load.others_instructions / 1e6:8.0f}"
-              f"{load.whole:8.2f}")  # fmt: skip
+        print(f"{one['reclaim']:>16}{load.others:8.2f}{load.others_instructions / 1e6:8.0f}{load.whole:8.2f}")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Of reclaim or of the equal load, beside the neighbour."""
+
+    load: str
+    per_instruction_s: float  # of the neighbour's processor, here
+    others: float  # processors of this machine's that the guest's others used
+    others_instructions: float
+
+
+def turned(rounds: list[list[dict[str, Any]]], meter: Meter) -> list[list[Turn]]:
+    """What each turn cost, of each round."""
+    found: list[list[Turn]] = []
+    for one in rounds:
+        found.append([])
+        for turn in one:
+            instructions, used_s = meter.cost(turn["began"], turn["ended"])
+            load = meter.load(turn["began"], turn["ended"])
+            found[-1].append(Turn(turn["load"], used_s / instructions, load.others, load.others_instructions))
+    return found
+
+
+def compared(rounds: Iterable[Sequence[Turn]]) -> list[float]:
+    """For each turn of reclaim, the time per instruction to that of the mean of the equal load's before and after it,
+    where they were equal indeed."""
+    ratios = []
+    for turns in rounds:
+        for before, reclaim, after in zip(turns[::2], turns[1::2], turns[2::2], strict=False):
+            others = statistics.fmean((before.others, after.others))
+            if abs(reclaim.others / others - 1) <= UNEQUAL:
+                peer = statistics.fmean((before.per_instruction_s, after.per_instruction_s))
+                ratios.append(reclaim.per_instruction_s / peer)
+    return ratios
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Between which of these the median of what they were taken from lies, with a probability of at least 95 %: of a
+    number of tosses of a coin so few show heads in 2.5 % of all cases at most."""
+    ordered, number = sorted(values), len(values)
+    at, below = 0, 1 / 2**number
+    while (below := below + math.comb(number, at + 1) / 2**number) <= 0.025:
+        at += 1
+    return ordered[at], ordered[-1 - at]
+
+
+def show_turns(rounds: list[list[Turn]]) -> None:
+    """Print what there was beside the neighbour in turns, and what its instructions took."""
+    print("\nin turns: n; ns for an instruction of the neighbour's processor, by quartile; processors of this one's "
+          "that the guest's\nothers used, by quartile, and their million instructions per second")  # fmt: skip
+    for load in ("control", "auto"):
+        turns = [turn for one in rounds for turn in one if turn.load == load]
+        text = f"{load:>16} {len(turns):5}"
+        for values in ([1e9 * turn.per_instruction_s for turn in turns], [turn.others for turn in turns]):
+            text += "  " + "".join(f"{value:7.3f}" for value in statistics.quantiles(values, n=4))
+        print(text + f"{statistics.median(turn.others_instructions for turn in turns) / 1e6:8.0f}")
+    ratios = compared(rounds)
+    print("each turn of auto to those of the load beside it: " + " ".join(f"{value:.2f}" for value in ratios))
 
 
 def medians(rounds: Iterable[Sequence[Piece]], kind: str) -> list[float]:
@@ -296,10 +359,10 @@ def medians(rounds: Iterable[Sequence[Piece]], kind: str) -> list[float]:
     return [statistics.median(getattr(piece, kind) for piece in one) for one in rounds if one]
 
 
-def ratio(per: Mapping[str, Sequence[Sequence[Piece]]], kind: str, method: str, peer: str) -> float:
-    """Of the medians of all pieces of work beside one and beside the other."""
+def ratio(per: Mapping[str, Sequence[Sequence[Piece]]], kind: str, method: str) -> float:
+    """Of the medians of all pieces of work to that without reclaim."""
     values: list[list[float]] = [
-        [getattr(piece, kind) for one in per[name] for piece in one] for name in (method, peer)
+        [getattr(piece, kind) for one in per[name] for piece in one] for name in (method, "off")
     ]
     return statistics.median(values[0]) / statistics.median(values[1])
 
@@ -312,16 +375,14 @@ def spread(values: Sequence[float]) -> float:
 def show_neighbour(per: Mapping[str, Sequence[Sequence[Piece]]]) -> None:
     """Print what a piece of work cost, and of each method the medians against those without reclaim."""
     print("\nthe neighbour's pieces of work: n; its processor's million instructions by quartile, and their median to "
-          "that without\nreclaim; its thread's time here, in ms by quartile, and its median to that without and to "
-          "that beside an equal load;\nmedians of wall and processor time in the guest, in ms; and of the thread's "
-          "time in each round")  # fmt: skip
+          "that without\nreclaim; the same of its thread's time here; medians of wall and processor time in the guest, "
+          "in ms; and of the thread's\ntime in each round")  # fmt: skip
     for method, rounds in per.items():
         pieces = [piece for one in rounds for piece in one]
         text = f"{method:>16} {len(pieces):5}"
-        for kind, unit, peers in (("instructions", 1e6, ("off",)), ("used_s", 1e-3, ("off", "control"))):
+        for kind, unit in (("instructions", 1e6), ("used_s", 1e-3)):
             values = statistics.quantiles((getattr(piece, kind) for piece in pieces), n=4)
-            text += "".join(f"{value / unit:8.1f}" for value in values)
-            text += "".join(f"{ratio(per, kind, method, peer):7.3f}" for peer in peers)
+            text += "".join(f"{value / unit:8.1f}" for value in values) + f"{ratio(per, kind, method):7.3f}"
         times = (statistics.median(getattr(piece, kind) for piece in pieces) for kind in ("wall_s", "cpu_s"))
         text += "".join(f"{1e3 * value:8.0f}" for value in times)
         print(text + "  " + " ".join(f"{1e3 * value:.0f}" for value in medians(rounds, "used_s")))
@@ -348,39 +409,37 @@ class Promise:
 
 
 def promises(
-    sandboxes: int, held_ratio: float, per: Mapping[str, Sequence[Sequence[Piece]]], busy: Mapping[str, float]
+    sandboxes: int, held_ratio: float, per: Mapping[str, Sequence[Sequence[Piece]]], turns: Sequence[Sequence[Turn]]
 ) -> list[Promise]:
-    """What is promised of DAMON.  ``busy``: of each method, what the other processors' threads used in a second."""
+    """What is promised of DAMON."""
     few: tuple[str, ...] = () if sandboxes >= FULL[0] else (f"{sandboxes} sandboxes of {FULL[0]}",)
     if len(per["auto"]) < 2:
         few += (f"{len(per['auto'])} round of 2",)
-    by_instructions, by_time = (
-        (*few, *_too_few(per, ("auto", peer)), *_too_restless(per, peer, kind, at_most))
-        for peer, kind, at_most in (("off", "instructions", RESTLESS), ("control", "used_s", UNEVEN))
-    )
-    unequal = busy["control"] / busy["auto"] - 1
-    if abs(unequal) > UNEQUAL:
-        by_time += (f"the equal load used {unequal:+.0%} of DAMON's time, and at most {UNEQUAL:.0%} are equal",)
+    by_time, ratios = few, compared(turns)
+    if len(ratios) < TURNS:
+        by_time += (f"{len(ratios)} turns beside an equal load of {TURNS}",)
+    else:
+        low, high = interval(ratios)
+        if low <= SLOWER_AT_MOST < high:
+            by_time += (f"n={len(ratios)}, it may be anything from {low:.3f} to {high:.3f}",)
     return [
         Promise("memory at the end of a round to that without", held_ratio, HELD_AT_MOST, few),
-        Promise("the neighbour's instructions to those without", ratio(per, "instructions", "auto", "off"),
-                SLOWER_AT_MOST, by_instructions),
-        Promise("the neighbour's time to that beside an equal load", ratio(per, "used_s", "auto", "control"),
+        Promise("the neighbour's instructions to those without", ratio(per, "instructions", "auto"), SLOWER_AT_MOST,
+                (*few, *_too_few(per), *_too_restless(per["off"]))),
+        Promise("the neighbour's time to that beside an equal load", statistics.median(ratios) if ratios else math.nan,
                 SLOWER_AT_MOST, by_time),
     ]  # fmt: skip
 
 
-def _too_few(per: Mapping[str, Sequence[Sequence[Piece]]], methods: Iterable[str]) -> tuple[str, ...]:
-    number = min(sum(map(len, per[method])) for method in methods)
+def _too_few(per: Mapping[str, Sequence[Sequence[Piece]]]) -> tuple[str, ...]:
+    number = min(sum(map(len, per[method])) for method in ("off", "auto"))
     return () if number >= FULL[1] else (f"{number} pieces of work of {FULL[1]}",)
 
 
-def _too_restless(
-    per: Mapping[str, Sequence[Sequence[Piece]]], peer: str, kind: str, at_most: float
-) -> tuple[str, ...]:
-    found = medians(per[peer], kind)
+def _too_restless(alone: Iterable[Sequence[Piece]]) -> tuple[str, ...]:
+    found = medians(alone, "instructions")
     differ = spread(found) if found else 0.0
-    return () if differ <= at_most else (f"rounds of {peer!r} differ by {differ:.1%}, at most {at_most:.0%} tell",)
+    return () if differ <= RESTLESS else (f"without reclaim its rounds differ by {differ:.1%}, {RESTLESS:.0%} tell",)
 
 
 def main() -> int:
@@ -390,13 +449,16 @@ def main() -> int:
     parser.add_argument("--cycles", type=int, default=2, help="times through the methods, there and back")
     parser.add_argument("--json", type=Path, help="where to write all that was measured")
     options = parser.parse_args()
+    if options.seconds < 20:
+        parser.error("--seconds: at least 20, since reclaim begins after some of them")
     began = time.monotonic()
     native = natively()
     found, meter = measured(options.sandboxes, options.seconds, options.cycles)
     rounds, per = found["rounds"], costs(found, meter)
-    loads = [meter.load(one["began"], one["ended"]) for one in rounds]
+    turns = turned(found["alternating"], meter)
+    loads = [meter.load(one["settled"], one["ended"]) for one in rounds]
     if options.json is not None:
-        more = {"neighbour": per, "loads": loads, "native": native}
+        more = {"neighbour": per, "loads": loads, "turns": turns, "native": native}
         options.json.write_text(json.dumps({**found, **more}, default=asdict))
     print(f"{options.sandboxes} idle sandboxes that wrote to 100 MiB each, one at work; {options.cycles} rounds of "
           f"{options.seconds:g} s each; load of this machine {os.getloadavg()[1]:.1f}\n")  # fmt: skip
@@ -404,26 +466,20 @@ def main() -> int:
     show_kinds(rounds)
     show_load(rounds, loads)
     show_neighbour(per)
+    show_turns(turns)
     print()
     ends = {}
     for method in METHODS[1:]:
         mean, ends[method] = (mine / alone for mine, alone in zip(memory[method], memory["off"], strict=True))
-        print(f"{method}: memory {mean:.3f} of that without over a round, {ends[method]:.3f} at its end; "
-              f"neighbour {ratio(per, 'instructions', method, 'off'):.3f} by instructions, by time "
-              f"{ratio(per, 'used_s', method, 'off'):.3f} of that without reclaim, "
-              f"{ratio(per, 'used_s', method, 'control'):.3f} of that beside an equal load")  # fmt: skip
+        print(f"{method}: memory {mean:.3f} of that without over a round, {ends[method]:.3f} at its end; neighbour "
+              f"{ratio(per, 'instructions', method):.3f} by instructions, {ratio(per, 'used_s', method):.3f} by time")
     if all(native.values()):
         alone, beside = (statistics.median(native[way]) for way in ("alone", "beside"))
         print(f"not emulated, a piece of that work takes {1e3 * alone:.1f} ms of processor time on this machine, and "
               f"{1e3 * beside:.1f} beside a process that compresses on another processor: {beside / alone:.3f} "
               f"(n={len(native['alone'])} and {len(native['beside'])})")  # fmt: skip
-    busy = {
-        method: statistics.fmean(load.others for one, load in zip(rounds, loads, strict=True)
-                                 if one["reclaim"] == method)
-        for method in METHODS
-    }  # fmt: skip
     print(f"the guest's clock drifted by {meter.drift_s:+.2f} s; {time.monotonic() - began:.0f} s\n\nof auto:")
-    told = promises(options.sandboxes, ends["auto"], per, busy)
+    told = promises(options.sandboxes, ends["auto"], per, turns)
     print(*told, sep="\n")
     verdicts = {promise.verdict for promise in told}
     print(next(verdict for verdict in ("FAIL", "PENDING", "PASS") if verdict in verdicts))

@@ -5,9 +5,9 @@
 
 Each sandbox holds a process that wrote to 100 MiB, half of it noise, and sleeps. One more does a piece of work over and
 over, on the last processor alone. A round for each METHOD begins with a restart of the daemon and with all memory
-touched once more. In a round "control" nothing is reclaimed, and another load keeps processors as busy as the last
-round of "auto" did, over the last one of "off": both have to come before it. Prints JSON: for each round its samples
-of memory; all pieces of work, with the time of each.
+touched once more. A round "alternating" is one of "auto" in which another load, of the same kind but taking nothing
+from anybody, has the other processors in turns. Prints JSON: for each round its samples of memory, and from when to
+when reclaim was at work; of the alternating ones the turns; all pieces of work, with the time of each.
 """
 
 import contextlib
@@ -18,7 +18,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,16 +31,20 @@ DROP_IN = Path("/etc/dsec/dsecd.toml.d/bench.toml")
 MIB = 1 << 20
 KDAMONDS_SET_UP = Path("/sys/kernel/mm/damon/admin/kdamonds/nr_kdamonds")
 #: Always, soon, and with a thread for every second sandbox; age and quota as a host with little memory might have them.
-KDAMONDS = 10
 SETTINGS = f"""[memory]
 age_s = 5
 sweep_s = 1
-kdamonds = {KDAMONDS}
+kdamonds = 10
 start_below_permil = 1001
 pressure_max_percent = 100
 zram_bytes = {3 << 30}
 """
 SAMPLE_S = 2.0
+#: After so long reclaim is at work: before that nothing is old enough, and the neighbour as good as alone.
+SETTLE_S = 10.0
+#: Turns of reclaim in a round, how long each of them and of the other load lasts, and what it takes to change over.
+TURNS = 9
+TURN_S, TURN_SKIPS_S = 4.0, 1.0
 #: What a sandbox has at least when all that it wrote is in memory.
 FULL_BYTES = 98 * MIB
 IDLE = (
@@ -90,13 +93,6 @@ def kinds(top: Path) -> dict[str, int]:
     return {name: int(value) for name, value in map(str.split, (top / "memory.stat").read_text().splitlines())}
 
 
-def busy_s(neighbour: int) -> float:
-    """How long anybody but the neighbour has run on any processor; 7th of a processor's numbers in /proc/schedstat."""
-    lines = (line.split() for line in Path("/proc/schedstat").read_text().splitlines())
-    everybody = sum(int(words[7]) for words in lines if words[0].startswith("cpu"))
-    return (everybody - int(Path(f"/proc/{neighbour}/schedstat").read_text().split()[0])) / 1e9
-
-
 @dataclass(frozen=True)
 class Processes:
     """By their pids."""
@@ -105,20 +101,8 @@ class Processes:
     neighbour: int
 
 
-def load_for(method: str, before: list[dict[str, Any]]) -> AbstractContextManager[None]:
-    """What runs beside the neighbour in a round, besides dsec."""
-    if method != "control":
-        return contextlib.nullcontext()
-    busy: dict[str, float] = {one["reclaim"]: one["busy"] for one in before}
-    # What a page of an idle process holds.
-    page = os.urandom(2048) + bytes(2048)
-    return equal_load(page, KDAMONDS, max(0.0, busy["auto"] - busy["off"]))
-
-
-def measure(
-    client: Client, method: str, processes: Processes, top: Path, seconds: float, load: AbstractContextManager[None]
-) -> dict[str, Any]:
-    """One round: samples over time, read from the kernel: the daemon is under test, and busy."""
+def begin(reclaim: str, processes: Processes, top: Path) -> None:
+    """A daemon with that setting, and all memory there."""
     # A daemon that had to be killed has left kdamonds, which this one ends.
     configure("off")
     until("DAMON is given back", lambda: int(KDAMONDS_SET_UP.read_text()) == 0)
@@ -127,24 +111,47 @@ def measure(
     # What else was paged out of them, some of Perl's own, stays where it is: it counts as held then, too.
     full = len(processes.idle) * FULL_BYTES
     until("all memory is back", lambda: int((top / "memory.current").read_text()) >= full, 400)
-    configure("off" if method == "control" else method)
-    with load:
-        # What the daemon itself takes to start is no part of it, nor what the load does.
-        time.sleep(3)
-        began, clock, samples = time.monotonic(), time.time(), []
-        busy = busy_s(processes.neighbour)
-        while (at := time.monotonic() - began) < seconds:
-            memory = meminfo()
-            samples.append({
-                "at_s": round(at, 1), "host_used": memory["MemTotal"] - memory["MemAvailable"],
-                "sandboxes": int((top / "memory.current").read_text()), "zram_memory": zram_bytes(),
-                "kinds": kinds(top),
-            })  # fmt: skip
-            time.sleep(SAMPLE_S)
-        busy = (busy_s(processes.neighbour) - busy) / (time.monotonic() - began)
-        ended = time.time()
-    way = client.memory(limit=1).host.reclaim
-    return {"reclaim": method, "method": way, "busy": busy, "began": clock, "ended": ended, "samples": samples}
+    configure(reclaim)
+    # What the daemon itself takes to start is no part of it.
+    time.sleep(3)
+
+
+def measure(client: Client, reclaim: str, processes: Processes, top: Path, seconds: float) -> dict[str, Any]:
+    """One round: samples over time, read from the kernel: the daemon is under test, and busy."""
+    begin(reclaim, processes, top)
+    began, samples = time.monotonic(), []
+    settled = 0.0
+    while (at := time.monotonic() - began) < seconds:
+        if at >= SETTLE_S and not settled:
+            settled = time.time()
+        memory = meminfo()
+        samples.append({
+            "at_s": round(at, 1), "host_used": memory["MemTotal"] - memory["MemAvailable"],
+            "sandboxes": int((top / "memory.current").read_text()), "zram_memory": zram_bytes(),
+            "kinds": kinds(top),
+        })  # fmt: skip
+        time.sleep(SAMPLE_S)
+    ended = time.time()
+    method = client.memory(limit=1).host.reclaim
+    return {"reclaim": reclaim, "method": method, "settled": settled, "ended": ended, "samples": samples}
+
+
+def alternate(processes: Processes, top: Path) -> list[dict[str, Any]]:
+    """One round in which reclaim and the other load have turns, which begin and end with the load: times of each."""
+    begin("auto", processes, top)
+    turns = []
+    # What a page of an idle process holds.
+    page = os.urandom(2048) + bytes(2048)
+    with equal_load(page, range((os.cpu_count() or 1) - 1)) as load:
+        time.sleep(SETTLE_S)
+        for number in range(2 * TURNS + 1):
+            what = "auto" if number % 2 else "control"
+            (load.halt if number % 2 else load.go)()
+            time.sleep(TURN_SKIPS_S)
+            began = time.time()
+            time.sleep(TURN_S)
+            turns.append({"load": what, "began": began, "ended": time.time()})
+    return turns
 
 
 def pieces(client: Client, sandbox: str) -> list[list[float]]:
@@ -173,12 +180,14 @@ def main(sandboxes: int, seconds: float, methods: list[str]) -> None:
             processes = Processes(idle, started(client, neighbour, WORK))
             os.sched_setaffinity(processes.neighbour, {(os.cpu_count() or 1) - 1})
             until("the neighbour works", lambda: bool(pieces(client, neighbour.id)))
-            rounds: list[dict[str, Any]] = []
+            rounds, turns = [], []
             for method in methods:
-                load = load_for(method, rounds)
-                rounds.append(measure(client, method, processes, top.parent, seconds, load))
+                if method == "alternating":
+                    turns.append(alternate(processes, top.parent))
+                else:
+                    rounds.append(measure(client, method, processes, top.parent, seconds))
             done = pieces(client, neighbour.id)
-        print(json.dumps({"rounds": rounds, "work": done}))
+        print(json.dumps({"rounds": rounds, "alternating": turns, "work": done}))
     finally:
         DROP_IN.unlink()
         subprocess.run(["systemctl", "restart", "dsec-zram.service", "dsecd.service"], check=True)
