@@ -104,12 +104,12 @@ def test_the_daemon_starts_it_under_its_profile(since: str) -> None:
         caller = threading.Thread(target=create, daemon=True)
         caller.start()
         agent = Path("/var/lib/dsec/jails/caged/firecracker/caged/root/run/agent.sock")
-        until(lambda: agent.exists() and _processes("caged"), 120)
+        until(lambda: agent.exists() and _processes("caged"), 600)
         (pid,) = _processes("caged")
         assert _label(pid) == f"{_PROFILE} (enforce)\n"
         assert "apparmor" not in client.inspect("caged").off
         client.delete("caged")
-        caller.join(timeout=120)
+        caller.join(timeout=600)
         assert not caller.is_alive()
     assert _denials(since) == []
 

@@ -24,7 +24,7 @@ from libdsec.types import Limits, SandboxSpec
 _IMAGE = "debian:trixie"
 _PR_SCHED_CORE, _GET = 62, 0
 _CPUS = 2
-_WAIT_S = 300
+_WAIT_S = 600
 _libc = ctypes.CDLL(None, use_errno=True)
 Class = Literal["latency", "batch"]
 

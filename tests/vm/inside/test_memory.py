@@ -51,7 +51,8 @@ def no_settings_stay() -> Iterator[None]:
 @contextlib.contextmanager
 def _idle_sandbox(client: Client) -> Iterator[Sandbox]:
     """A sandbox in which a process has written to 100 MiB and does no more."""
-    with Sandbox(image=_IMAGE, client=client) as sandbox:
+    # What was reclaimed and is read back is pressure, for which the next one has to wait.
+    with Sandbox(image=_IMAGE, client=client, wait_s=110) as sandbox:
         process = sandbox.popen("perl", "-e", _IDLE)
         _until(lambda: _current(sandbox) > 100 * _MIB)
         yield sandbox
