@@ -6,12 +6,14 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from libdsec import Client
 from libdsec.types import ExecRequest, SandboxSpec
+from tests.support import cgroups
 from tests.support.daemon import Daemon
 from tests.support.imports import import_python
 from tests.support.netlab import FAR4, FAR6, HOST4, NEAR4, Lab
@@ -131,12 +133,19 @@ def test_what_is_refused_while_the_daemon_is_away_is_told_by_the_next(daemon: Da
         box = make(client)
         run(client, box, _TRY, FAR4, "2")
         counted(client, box, 2)
-        script = "import time; time.sleep(5)\n" + _TRY
+        inside = Path(f"/proc/{cgroups.first_process(daemon.cgroup_dir / f'sandbox-{box}')}/root/tmp")
+        script = (
+            "import os, time\nopen('/tmp/wait', 'w').close()\nwhile os.path.exists('/tmp/wait'): time.sleep(0.05)\n"
+            f"{_TRY}open('/tmp/done', 'w').close()"
+        )
         client.exec_start(box, ExecRequest(argv=("python3", "-c", script, HOST4, "5"), exec_id="later"))
-        # Told a second ago and more: by then it is noted what was told, also by a daemon that gets little time.
-        time.sleep(4)
+        until((inside / "wait").exists)
+        # Told a second ago and more, and the daemon has had its turn since: it has noted what was told.
+        time.sleep(2)
+        client.version()
         daemon.kill()
-    time.sleep(3)
+    (inside / "wait").unlink()
+    until((inside / "done").exists)
     daemon.start()
     with daemon.client() as client:
         assert client.exec_wait(box, "later", wait_s=60).exit_code == 0
