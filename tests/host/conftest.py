@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures for tests against the running kernel: places to work in that vanish with the test."""
+"""Fixtures for tests against the running kernel: places to work in that vanish with the test, and the agent alone."""
 
 import ctypes
 import os
@@ -10,7 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.agent_process import AgentProcess, build, running
+
 _CLONE_FS, _CLONE_NEWNS, _MS_PRIVATE_REC = 0x200, 0x20000, 0x44000
+
+
+@pytest.fixture(scope="module", params=["plain", "asan"])
+def agent(request: pytest.FixtureRequest) -> Iterator[AgentProcess]:
+    """The agent without a sandbox: as it is shipped, and with sanitizers."""
+    build()
+    with running(request.param) as process:
+        yield process
 
 
 @pytest.fixture

@@ -23,13 +23,6 @@ BY_ITSELF, TIMEOUT, IDLE, KILLED, SHUTDOWN = range(5)
 MIB = 1 << 20
 
 
-@pytest.fixture(scope="module", params=["plain", "asan"])
-def agent(request: pytest.FixtureRequest) -> Iterator[AgentProcess]:
-    build()
-    with running(request.param) as process:
-        yield process
-
-
 @pytest.fixture
 def client(agent: AgentProcess) -> Iterator[AgentClient]:
     with agent.connect() as connection:
@@ -380,8 +373,13 @@ def test_a_greedy_exec_starves_nobody(client: AgentClient, name: str):
         assert small.out == b"small\n"
         times.append(client.ping())
     assert sorted(times)[len(times) // 2] < 2
-    shares = [sum(len(frame.payload) for frame in client.aside[exec_.channel]) for exec_ in greedy]
-    assert min(shares) > max(shares) / 4, "not all of them got their turn"
+
+    def least() -> int:
+        client.ping()
+        return min(sum(len(frame.payload) for frame in client.aside[exec_.channel]) for exec_ in greedy)
+
+    # How much each has is the kernel's doing, too, which may not let one of them run for a while.
+    until(lambda: least() > 4 * MIB)
     for exec_ in greedy:
         client.request("SIGNAL", [("ID", exec_.id), ("SIGNAL", signal.SIGKILL), ("SCOPE", 1)])
         exec_.close()

@@ -15,20 +15,13 @@ from pathlib import Path
 import pytest
 
 from tests.support.agent_client import TYPES, AgentClient, AgentError, Field, Fields, Frame, Value
-from tests.support.agent_process import AgentProcess, build, running, state_of
+from tests.support.agent_process import AgentProcess, state_of
 from tests.support.waiting import until
 
 MIB = 1 << 20
 NOBODY = 65534
 PARENTS, EXCLUSIVE, KEEP_PART, MANY = 1, 2, 4, 8
 PTRACE_ATTACH = 16  # ptrace(2)
-
-
-@pytest.fixture(scope="module", params=["plain", "asan"])
-def agent(request: pytest.FixtureRequest) -> Iterator[AgentProcess]:
-    build()
-    with running(request.param) as process:
-        yield process
 
 
 @pytest.fixture
