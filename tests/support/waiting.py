@@ -5,9 +5,9 @@ import time
 from collections.abc import Callable
 
 
-def until(condition: Callable[[], object], limit_s: float = 60.0) -> None:
-    """Return when the condition holds; fail when it does not within `limit_s` seconds. Blocks."""
+def until(condition: Callable[[], object], limit_s: float = 60.0, tell: Callable[[], str] = str) -> None:
+    """Return when it holds; fail when it does not within `limit_s` seconds, with what `tell` says. Blocks."""
     deadline = time.monotonic() + limit_s
     while not condition():
-        assert time.monotonic() < deadline, f"not within {limit_s} s"
+        assert time.monotonic() < deadline, f"not within {limit_s} s {tell()}"
         time.sleep(0.02)

@@ -4,11 +4,11 @@
 import json
 import re
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 
+from tests.support.waiting import until
 from tests.vm import packages
 from tests.vm.host import VmHost
 from tests.vm.image import CHECKOUT
@@ -20,16 +20,10 @@ _SANDBOX, _PAUSED = "survivor", "sleeper"
 _COUNTER = "n=0; while :; do n=$((n + 1)); echo $n >>/root/rounds; sleep 1; done"
 #: As `systemd-analyze security` rates the running unit, in tenths: its file says why it is not less.
 _EXPOSURE = 72
+#: What takes so long has not merely been slow.
+_FAULT_S = 600.0
 #: Some of what this host lacks, an option of its kernel and a program that is only recommended, and words said of it.
 _LACKS = {"feature core-scheduling": "CONFIG_SCHED_CORE", "feature qemu": "apt install qemu-system-x86"}
-
-
-def _until(condition: Callable[[], bool], tell: Callable[[], str] = str, limit_s: float = 600.0) -> None:
-    """Wait for what is under way; ``tell`` says how things are when it does not come about."""
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, tell()
-        time.sleep(0.5)
 
 
 @dataclass
@@ -58,7 +52,7 @@ class Installed:
 
     def check_survival(self, before: list[str], rounds: list[int]) -> None:
         """The same first processes still run, and the counter has gone on without a gap."""
-        deadline = time.monotonic() + 600
+        deadline = time.monotonic() + _FAULT_S
         while len(after := self.rounds()) <= len(rounds):
             assert time.monotonic() < deadline, "the counter stands still"
             time.sleep(0.3)
@@ -195,7 +189,7 @@ def test_a_sandbox_and_its_command_survive(with_sandbox: Installed, way: str) ->
             vm.write("/run/systemd/system/dsecd.service.d/test.conf", b"[Service]\nCPUWeight=90\n")
             vm.run("systemctl daemon-reload; systemctl set-property --runtime dsecd.service IOWeight=90")
             # systemd answers before it writes.
-            _until(lambda: vm.read(f"{service.part()}/cpu.weight") == b"90\n")
+            until(lambda: vm.read(f"{service.part()}/cpu.weight") == b"90\n", _FAULT_S)
             assert service.main_pid() == old
         case "kill":
             vm.run(f"kill -9 {old}")
@@ -239,7 +233,7 @@ def test_purge_leaves_nothing_though_sandboxes_run(with_sandbox: Installed) -> N
     assert with_sandbox.processes() and packages.traces(vm) != with_sandbox.traces_before
     packages.purge(vm)
     # The kernel ends namespaces and systemd its cgroups in the background.
-    _until(lambda: packages.traces(vm) == with_sandbox.traces_before, lambda: packages.traces(vm))
+    until(lambda: packages.traces(vm) == with_sandbox.traces_before, _FAULT_S, lambda: packages.traces(vm))
     assert vm.run("ps -eo uid=,args= | awk '$1 >= 671088640'").text == ""
     assert vm.run("ps -eo args= | grep -c '[d]secd' || true").text == "0\n"
     left = sorted(packages.files(vm) - with_sandbox.files_before)
